@@ -1,0 +1,1 @@
+"""Thin adapters, one file per agent framework; each needs `areal_agent` only."""

@@ -1,0 +1,1 @@
+"""areal_agent: train an agent that already exists."""

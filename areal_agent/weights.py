@@ -1,0 +1,91 @@
+"""How weights are laid out on the wire: packed buckets, their order, and their checksum.
+
+Sender (trainer) and receiver (engine) both import this and nothing of each other. A bucket is one flat
+uint8 buffer of whole tensors, each at a 16-byte-aligned offset; it is broadcast with one collective.
+This file imports no torch: `checksum` only calls methods that a torch tensor and a numpy array share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+ALIGN = 16
+"""Bytes; keeps every tensor of a bucket viewable in its own dtype, and the bucket itself in int32."""
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Wire dtypes. Weights are cast to one of these by the sender."""
+
+CHECKSUM_COLUMNS = 4096
+
+
+class TensorSpec(BaseModel, frozen=True):
+    """One tensor in a bucket: Hugging Face parameter name, wire dtype, shape, byte offset."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Bucket(BaseModel, frozen=True):
+    """Tensors packed into one flat uint8 buffer of `nbytes`."""
+
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+
+class Manifest(BaseModel, frozen=True):
+    """Every bucket of one weight update, in the order of the broadcasts."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buckets)
+
+
+def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> Manifest:
+    """Pack (name, dtype, shape) in the given order into buckets of at most `bucket_bytes`.
+
+    A tensor larger than that gets a bucket to itself. Raises ValueError for a dtype not on the wire.
+    """
+    buckets: list[Bucket] = []
+    current: list[TensorSpec] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{name} has dtype {dtype}; the wire carries {', '.join(ITEM_BYTES)}")
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        offset = -(-end // ALIGN) * ALIGN
+        if current and offset + size > bucket_bytes:
+            buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
+            current, offset = [], 0
+        current.append(TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset))
+        end = offset + size
+    if current:
+        buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
+    return Manifest(buckets=tuple(buckets))
+
+
+def checksum(words: Any) -> str:
+    """16 hex digits of a bucket viewed as int32 [N], the same on every device.
+
+    Row and column sums (exact in int64) are hashed, so a flipped bit, a shifted block and two swapped
+    tensors all show. Costs two reads of the buffer and no copy of it to the host.
+    """
+    n = int(words.shape[0])
+    whole = n // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS
+    rows = words[:whole].reshape(-1, CHECKSUM_COLUMNS)
+    digest = hashlib.blake2b(str(n).encode(), digest_size=8)
+    for part in (rows.sum(0), rows.sum(1), words[whole:]):
+        digest.update(b"|" + ",".join(map(str, part.tolist())).encode())
+    return digest.hexdigest()

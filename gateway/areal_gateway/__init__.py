@@ -1,0 +1,1 @@
+"""The observer: an OpenAI-compatible gateway that records what the engines sampled, to the token."""
