@@ -1,0 +1,51 @@
+"""What the gateway's core and its fleet say to each other about one call.
+
+Invariant: `len(token_ids) == len(logprobs)` in every Chunk, and over the whole reply the spans of the
+last chunk cover the output tokens exactly once, in order: `spans[0].start == 0`, each span starts where
+the one before ended, and the last ends at the number of tokens. Versions are what the engine stamped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Span = tuple[int, int, int]
+"""(start, end, version): output tokens [start, end) were sampled under that policy version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a reply, as it leaves the engine.
+
+    `token_ids` [n], `logprobs` [n] (None where the engine gave none: the call is then incomplete).
+    `finish_reason` ("stop", "length" or "abort") and `spans` (over all output tokens of the reply, not
+    of the chunk) are given on the last chunk only.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    finish_reason: str | None = None
+    spans: list[Span] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"chunk has {len(self.token_ids)} tokens and {len(self.logprobs)} logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSampling:
+    """How the engine samples one reply. `stop` strings and `stop_token_ids` end it; top_k 0 keeps all.
+
+    `extra` is passed to the engine's sampling_params as it is (min_tokens, ignore_eos, logit_bias, ...)
+    and may not override a field named here.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
