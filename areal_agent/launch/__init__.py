@@ -1,0 +1,1 @@
+"""Local processes that cannot outlive the one that started them."""
