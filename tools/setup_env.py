@@ -37,9 +37,10 @@ def main() -> None:
         stop(f"set-up needs about {DISK_GIB} GiB of disk and {free:.1f} GiB are free; make room and try again")
     say(f"making .venv with {base} (about three minutes, 4 GB)")
     run([base, "-m", "venv", "--clear", str(VENV)], "python's venv module is missing (Debian: python3-venv)")
+    say("installing vLLM, torch and the rest")
     extra = torch_source()
     run(
-        [*pip(), "install", *extra, "-e", f"{ROOT}[{EXTRAS}]"],
+        [*pip(), "install", "-qq", *extra, "-e", f"{ROOT}[{EXTRAS}]"],
         "pip could not install the project; the lines above say which package it missed",
     )
     drop_broken_companions()
@@ -102,7 +103,15 @@ def pip() -> list[str]:
 
 
 def run(command: list[str], hint: str) -> None:
-    if subprocess.run([*command, "--quiet"] if "pip" in command else command).returncode != 0:
+    """Run to the end, saying every half minute that it is still at it."""
+    start = time.monotonic()
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            say(f"still working ({time.monotonic() - start:.0f} s)")
+    if process.returncode != 0:
         stop(hint)
 
 
