@@ -34,10 +34,16 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(16, gt=0, description="tasks (groups) in one training batch")
     group_size: int = Field(8, gt=0, description="sessions of one task that are compared")
-    max_staleness: int = Field(1, ge=0, description="η: most versions a trained token may lag; 0 is synchronous")
+    max_staleness: int = Field(
+        1, ge=0, description="η: most versions a trained token may lag; 0 is synchronous"
+    )
     concurrency: int = Field(128, gt=0, description="most sessions running at once")
-    session_timeout_s: float = Field(300.0, gt=0, description="a session running longer is sealed, reward missing")
-    reward_timeout_s: float = Field(60.0, gt=0, description="a reward taking longer (once started) is missing")
+    session_timeout_s: float = Field(
+        300.0, gt=0, description="a session running longer is sealed, reward missing"
+    )
+    reward_timeout_s: float = Field(
+        60.0, gt=0, description="a reward taking longer (once started) is missing"
+    )
     max_failures: int = Field(
         32, ge=0, description="consecutive sessions that may fail before the run stops and says why"
     )
@@ -70,8 +76,12 @@ class TrainerConfig(Section):
     behaviour_weight_cap: float = Field(
         2.0, gt=0, description="truncation of the behaviour weight π_prox/π_behave in the decoupled loss"
     )
-    minibatches: int = Field(1, gt=0, description="optimiser updates a batch is cut into; one version for all")
-    advantage_std: bool = Field(True, description="divide group-centred rewards by the group's deviation (GRPO)")
+    minibatches: int = Field(
+        1, gt=0, description="optimiser updates a batch is cut into; one version for all"
+    )
+    advantage_std: bool = Field(
+        True, description="divide group-centred rewards by the group's deviation (GRPO)"
+    )
     microbatch_tokens: int = Field(8192, gt=0, description="most tokens in one packed forward")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="forward and backward dtype")
     logprob_gap_bound: float = Field(
@@ -85,13 +95,19 @@ class TrainerConfig(Section):
 class FleetConfig(Section):
     """The engines."""
 
-    engines: int | Literal["auto"] = Field("auto", description="engines to start; auto: two where memory allows")
+    engines: int | Literal["auto"] = Field(
+        "auto", description="engines to start; auto: two where memory allows"
+    )
     attach: list[str] = Field(default_factory=list, description="URLs of engines somebody else runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="engine compute dtype")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="engine compute dtype"
+    )
     max_model_len: int | None = Field(None, gt=0, description="context length; None: the model's own")
     max_num_seqs: int = Field(64, gt=0, description="calls one engine decodes at once")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache of a CPU engine")
-    memory_gib: float = Field(3.5, gt=0, description="memory one engine is counted with when deciding how many")
+    memory_gib: float = Field(
+        3.5, gt=0, description="memory one engine is counted with when deciding how many"
+    )
     tensor_parallel: int = Field(1, gt=0, description="ranks of one engine")
     stream_interval: int = Field(8, gt=0, description="tokens per streamed event from the engine")
     extra_args: list[str] = Field(default_factory=list, description="further arguments of the vLLM server")
@@ -107,7 +123,9 @@ class WeightsConfig(Section):
     transport: Literal["collective"] = Field("collective", description="packed broadcast into the engines")
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field("auto", description="collective backend")
     bucket_mib: float = Field(64.0, gt=0, description="most MiB in one broadcast")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="wire dtype; auto: the engine's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="wire dtype; auto: the engine's"
+    )
     join_timeout_s: float = Field(30.0, gt=0, description="deadline for a new epoch's group")
     transfer_timeout_s: float = Field(60.0, gt=0, description="deadline for all buckets")
     pause_timeout_s: float = Field(30.0, gt=0, description="deadline for an engine to pause, load or resume")
@@ -119,11 +137,15 @@ class GatewayConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to bind; loopback unless you mean it")
     port: int = Field(0, ge=0, le=65535, description="port to bind; 0 picks a free one")
-    allow_remote: bool = Field(False, description="permit binding an address that is not loopback, without TLS")
+    allow_remote: bool = Field(
+        False, description="permit binding an address that is not loopback, without TLS"
+    )
     max_body_mib: float = Field(64.0, gt=0, description="largest request body, after decompression")
     renderer: str = Field("auto", description="message renderer; auto: by the model, else its chat template")
     enable_thinking: bool = Field(False, description="chat template's thinking switch, where it has one")
-    hold_timeout_s: float = Field(120.0, gt=0, description="longest a call waits while no engine serves, then 503")
+    hold_timeout_s: float = Field(
+        120.0, gt=0, description="longest a call waits while no engine serves, then 503"
+    )
 
 
 class RunConfig(Section):

@@ -34,7 +34,9 @@ def main() -> None:
     start = time.monotonic()
     free = shutil.disk_usage(ROOT).free / 2**30
     if free < DISK_GIB:
-        stop(f"set-up needs about {DISK_GIB} GiB of disk and {free:.1f} GiB are free; make room and try again")
+        stop(
+            f"set-up needs about {DISK_GIB} GiB of disk and {free:.1f} GiB are free; make room and try again"
+        )
     say(f"making .venv with {base} (about three minutes, 4 GB)")
     run([base, "-m", "venv", "--clear", str(VENV)], "python's venv module is missing (Debian: python3-venv)")
     say("installing vLLM, torch and the rest")
@@ -82,12 +84,18 @@ def drop_broken_companions() -> None:
     """
     probe = subprocess.run([python(), "-c", "import torchvision"], capture_output=True)
     if probe.returncode != 0:
-        say(f"removing {', '.join(TORCH_COMPANIONS)}: they do not import beside this torch, and nothing here needs them")
-        subprocess.run([*pip(), "uninstall", "--quiet", "--yes", *TORCH_COMPANIONS], capture_output=True, check=True)
+        say(
+            f"removing {', '.join(TORCH_COMPANIONS)}: they do not import beside this torch, and nothing here needs them"
+        )
+        subprocess.run(
+            [*pip(), "uninstall", "--quiet", "--yes", *TORCH_COMPANIONS], capture_output=True, check=True
+        )
 
 
 def check() -> None:
-    code = "import vllm, transformers.models.qwen3, areal_agent, areal_gateway, areal_trainers, areal_adapters"
+    code = (
+        "import vllm, transformers.models.qwen3, areal_agent, areal_gateway, areal_trainers, areal_adapters"
+    )
     done = subprocess.run([python(), "-c", code], capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
