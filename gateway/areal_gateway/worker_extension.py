@@ -1,0 +1,383 @@
+"""Runs inside the engine: receives new weights in the background, loads them when told to.
+
+Invariant: the model is touched only by `load`, only with buckets that were received completely, and after
+it every kernel computes with the new weights (also those that keep a packed copy). Everything before
+`load` (joining the group, the broadcasts, the checksums) happens beside generation and can fail or be
+aborted without the model noticing.
+
+`WeightReceiver` knows torch and no vLLM; `AREALWorkerExtension` is the mixin that vLLM adds to its worker
+(`--worker-extension-cls`) and whose methods are called through `POST /collective_rpc`. Those calls run in
+the engine's main loop: each returns at once, `areal_load` apart.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from areal_agent.weights import Manifest, checksum
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# --- process groups --------------------------------------------------------------------------------------
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, loopback: bool) -> Any:
+    if not loopback:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    # By default gloo listens on the address that the host's name resolves to.
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta, loopback: bool) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _hccl(store: Store, rank: int, size: int, timeout: timedelta, loopback: bool) -> Any:
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    group = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    options = group.Options()
+    options._timeout = timeout
+    return group(store, rank, size, options)
+
+
+BACKENDS: dict[str, Callable[[Store, int, int, timedelta, bool], Any]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "hccl": _hccl,
+}
+
+
+def join_group(
+    *, backend: str, epoch: int, host: str, port: int, rank: int, size: int, timeout_s: float
+) -> Any:
+    """The private group of one epoch, through the trainer's store. Blocks until every member is there."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    prefixed = PrefixStore(f"areal/{epoch}", store)
+    return BACKENDS[backend](prefixed, rank, size, timeout, _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# --- receiving -------------------------------------------------------------------------------------------
+
+
+class _Membership:
+    """One epoch's place in the group, and the thread that joins it and receives into staging.
+
+    A thread that is stuck in a collective is left behind by `close`: it owns its buffers, so whatever it
+    still writes reaches nobody.
+    """
+
+    def __init__(self, epoch: int, device: str, staging: list[torch.Tensor]) -> None:
+        self.epoch = epoch
+        self.device = device
+        self.staging = staging
+        self.phase = "joining"
+        self.version: int | None = None
+        self.manifest: Manifest | None = None
+        self.checksums: list[str] = []
+        self.error: str | None = None
+        self.group: Any = None
+        self.closed = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"areal-epoch-{epoch}", daemon=True)
+
+    def start(self, join: Callable[[], Any]) -> None:
+        self._jobs.put(lambda: self._join(join))
+        self.thread.start()
+
+    def submit(self, version: int, manifest: Manifest, timeout_s: float) -> None:
+        self.version, self.manifest, self.checksums = version, manifest, []
+        if self.phase in ("joined", "loaded", "received"):
+            self.phase = "receiving"
+        self._jobs.put(lambda: self._receive(manifest, timeout_s))
+
+    def close(self) -> None:
+        """Leave the group. Ends the thread soon: aborting the group fails what it waits for."""
+        self.closed = True
+        self._jobs.put(None)
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self.closed:
+            try:
+                job()
+            except Exception as e:  # reported by `status`; the gateway decides what it means
+                self.error = f"{type(e).__name__}: {e}"
+                self.phase = "failed"
+                return
+
+    def _join(self, join: Callable[[], Any]) -> None:
+        group = join()
+        if self.closed:
+            group.abort()
+            return
+        self.group = group
+        self.phase = "joined"
+
+    def _receive(self, manifest: Manifest, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        self.phase = "receiving"
+        _fit(self.staging, [b.nbytes for b in manifest.buckets], pin=self.device != "cpu")
+        bounce = None
+        if self.device != "cpu":
+            bounce = torch.empty(
+                max(b.nbytes for b in manifest.buckets), dtype=torch.uint8, device=self.device
+            )
+        checksums = []
+        for bucket, staged in zip(manifest.buckets, self.staging, strict=True):
+            landing = staged if bounce is None else bounce[: bucket.nbytes]
+            options = dist.BroadcastOptions()
+            options.rootRank = options.rootTensor = 0
+            options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
+            group = self.group
+            if group is None:
+                raise RuntimeError("the group was closed")
+            group.broadcast([landing], options).wait()
+            checksums.append(checksum(landing.view(torch.int32)))
+            if bounce is not None:
+                staged.copy_(landing)
+        self.checksums = checksums
+        self.phase = "received"
+
+
+def _fit(staging: list[torch.Tensor], sizes: list[int], *, pin: bool) -> None:
+    """Make `staging` one uint8 buffer per size, keeping those that fit already."""
+    del staging[len(sizes) :]
+    for i, size in enumerate(sizes):
+        if i == len(staging):
+            staging.append(torch.empty(size, dtype=torch.uint8, pin_memory=pin))
+        elif staging[i].numel() != size:
+            staging[i] = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+
+
+class WeightReceiver:
+    """One engine worker's end of the weight transaction, up to the model.
+
+    Methods return JSON-able dicts and do not raise for what the other side did: a failure is a `phase`
+    ("failed") with an `error`. Calls come from one thread.
+    """
+
+    def __init__(self, *, worker_rank: int, device: str = "cpu") -> None:
+        self.worker_rank, self.device = worker_rank, device
+        self._member: _Membership | None = None
+        self._staging: list[torch.Tensor] = []
+
+    def join(
+        self,
+        *,
+        epoch: int,
+        store: dict[str, Any],
+        world_size: int,
+        rank_offset: int,
+        backend: str,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """Leave the former epoch's group and join this one's in the background."""
+        self.abort()
+        member = self._member = _Membership(epoch, self.device, self._staging)
+        rank = rank_offset + self.worker_rank
+        host, port = store["host"], store["port"]
+        member.start(
+            lambda: join_group(
+                backend=backend,
+                epoch=epoch,
+                host=host,
+                port=port,
+                rank=rank,
+                size=world_size,
+                timeout_s=timeout_s,
+            )
+        )
+        return {}
+
+    def receive(
+        self, *, epoch: int, version: int, manifest: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Stage every bucket of `manifest` in the background, after joining."""
+        member = self._member
+        if member is None or member.epoch != epoch:
+            return {"error": f"not a member of epoch {epoch}"}
+        if member.phase in ("failed", "receiving"):
+            return {"error": f"cannot receive while {member.phase}: {member.error}"}
+        member.submit(version, Manifest.model_validate(manifest), timeout_s)
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        m = self._member
+        if m is None:
+            return {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
+        phase = m.phase
+        return {
+            "phase": phase,
+            "epoch": m.epoch,
+            "version": m.version,
+            "checksums": list(m.checksums) if phase in ("received", "loaded") else [],
+            "error": m.error,
+        }
+
+    def load(self, version: int, load: Callable[[Tensors], None]) -> dict[str, Any]:
+        """Give `load` the staged tensors. Its tensors are views of staging: copy what is to be kept."""
+        m = self._member
+        if m is None or m.phase != "received" or m.version != version or m.manifest is None:
+            return {"error": f"version {version} is not staged here: {self.status()}"}
+        begin = time.perf_counter()
+        try:
+            load(_unpack(m.manifest, m.staging, self.device))
+        except Exception as e:  # the gateway takes this engine out; it must learn why
+            m.phase, m.error = "failed", f"{type(e).__name__}: {e}"
+            return {"error": m.error}
+        m.phase = "loaded"
+        return {"version": version, "load_s": time.perf_counter() - begin}
+
+    def abort(self, epoch: int | None = None) -> dict[str, Any]:
+        """Leave the group (of `epoch`, or whatever it is) and forget what was received."""
+        m = self._member
+        if m is None or (epoch is not None and m.epoch != epoch):
+            return {}
+        m.close()
+        m.thread.join(0.2)
+        if m.thread.is_alive():
+            self._staging = []  # the old thread may still write into its own
+        self._member = None
+        return {}
+
+
+def _unpack(
+    manifest: Manifest, staging: list[torch.Tensor], device: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for bucket, staged in zip(manifest.buckets, staging, strict=True):
+        data = staged.to(device)
+        for spec in bucket.tensors:
+            flat = data[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
+            yield spec.name, flat.view(spec.shape)
+
+
+# --- loading into vLLM -----------------------------------------------------------------------------------
+
+
+def reload_model(model: torch.nn.Module, vllm_config: Any, device: Any, tensors: Tensors) -> None:
+    """Replace every weight of a live vLLM model in place.
+
+    vLLM's layerwise reload turns each layer back into checkpoint form, loads, and repeats what happened
+    after the first load (fusing, packing, quantising) into the storage that kernels already point to.
+    Raises ValueError when `tensors` lacks a weight; the model is then not usable.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    wanted = {name for name, _ in model.named_parameters()}
+    with torch.no_grad(), set_current_vllm_config(vllm_config), torch.device(device):
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+        short = _half_loaded(model)
+        finalize_layerwise_reload(model, vllm_config.model_config)
+        refresh_packed_kernels(model)
+    missing = sorted(wanted - loaded) if loaded is not None else []
+    if missing or short:
+        raise ValueError(
+            f"the update lacks weights: missing {missing or 'none'}, incomplete {short or 'none'}"
+        )
+
+
+def _half_loaded(model: torch.nn.Module) -> list[str]:
+    """Fused linear layers (q/k/v, gate/up) of which only some shards came."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    short = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            info = get_layerwise_info(layer)
+            total = info.load_numel_total
+            if total is not None and info.load_numel < total:
+                short.append(f"{name} ({info.load_numel} of {total} elements)")
+    return short
+
+
+def refresh_packed_kernels(model: torch.nn.Module) -> None:
+    """Pack again what holds a whole weight and a packed copy of it (CPU only, else nothing to do).
+
+    With tied embeddings the LM head shares the embedding's parameter, so the reload sees nothing to load
+    there and leaves its packed copy as it was: the model would go on computing old logits, 1.8 nats off.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() > 0:
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class AREALWorkerExtension:
+    """Mixed into vLLM's worker. Each method takes one JSON string and returns a dict."""
+
+    rank: int
+    device: Any
+    model_runner: Any
+    vllm_config: Any
+
+    def _areal_receiver(self) -> WeightReceiver:
+        receiver = self.__dict__.get("_areal")
+        if receiver is None:
+            receiver = self.__dict__["_areal"] = WeightReceiver(
+                worker_rank=self.rank, device=str(self.device)
+            )
+        return receiver
+
+    def areal_join(self, arg: str) -> dict[str, Any]:
+        """{epoch, store: {host, port}, world_size, rank_offset, backend, timeout_s} -> {}"""
+        return self._areal_receiver().join(**json.loads(arg))
+
+    def areal_receive(self, arg: str) -> dict[str, Any]:
+        """{epoch, version, manifest, timeout_s} -> {} or {error}"""
+        return self._areal_receiver().receive(**json.loads(arg))
+
+    def areal_status(self, arg: str = "{}") -> dict[str, Any]:
+        """-> {phase, epoch, version, checksums, error}"""
+        return self._areal_receiver().status()
+
+    def areal_load(self, arg: str) -> dict[str, Any]:
+        """{version} -> {version, load_s} or {error}; the engine must be paused"""
+        model = self.model_runner.get_model()
+
+        def load(tensors: Tensors) -> None:
+            reload_model(model, self.vllm_config, self.device, tensors)
+
+        return self._areal_receiver().load(json.loads(arg)["version"], load)
+
+    def areal_abort(self, arg: str) -> dict[str, Any]:
+        """{epoch} -> {}"""
+        return self._areal_receiver().abort(json.loads(arg).get("epoch"))
