@@ -8,7 +8,10 @@ the one before ended, and the last ends at the number of tokens. Versions are wh
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
+
+from areal_agent.errors import EngineError
 
 Span = tuple[int, int, int]
 """(start, end, version): output tokens [start, end) were sampled under that policy version."""
@@ -49,3 +52,22 @@ class EngineSampling:
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    """Its process is coming up, or it is up and waits for the current weights."""
+    SERVING = "serving"
+    """Holds the fleet's version, says so, and takes calls."""
+    DRAINING = "draining"
+    """Takes no new calls; those it has go on."""
+    QUARANTINED = "quarantined"
+    """Failed a probe or an update; it is being ended and takes no part in anything."""
+    GONE = "gone"
+    """Its process ended, or its address no longer answers."""
+
+
+class FleetUnavailable(EngineError):
+    """No engine served within gateway.hold_timeout_s; to the agent a 503 it may retry."""
