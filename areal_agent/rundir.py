@@ -1,0 +1,108 @@
+"""The run folder: every file of a run has one place, and a reader never sees half of one.
+
+config.json admin.key gateway.json trainer.json summary.json metrics.jsonl evals.jsonl
+ledger.sqlite checkpoints/ logs/ tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from areal_agent.config import RunConfig
+from areal_agent.errors import ConfigError
+
+
+class RunDir:
+    """Paths of one run. Build with `create` (new, with config and admin key) or `open` (existing)."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDir:
+        """Make the folder `config.run_dir`, or runs/NAME-YYYYmmdd-HHMMSS, and write the config and a key.
+
+        Raises:
+            ConfigError: the folder cannot be made, or already holds a run.
+        """
+        try:
+            path = Path(config.run_dir) if config.run_dir else _fresh(Path("runs"), config.name)
+            path.mkdir(parents=True, exist_ok=True)
+            run = cls(path)
+            if run.config_path.exists():
+                raise ConfigError(f"{path} already holds a run; give another run_dir, or remove it first")
+            (run.path / "logs").mkdir(exist_ok=True)
+            run.write_config(config.model_copy(update={"run_dir": str(run.path)}))
+            run.admin_key()
+        except OSError as e:
+            raise ConfigError(f"cannot make the run folder {config.run_dir or 'runs/'}: {e}") from e
+        return run
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def write_config(self, config: RunConfig) -> None:
+        write_json(self.config_path, config.model_dump(mode="json"))
+
+    def read_config(self) -> RunConfig:
+        """Raises ConfigError when there is none or it does not validate."""
+        if not self.config_path.exists():
+            raise ConfigError(f"{self.path} holds no config.json, so it is not a run folder")
+        return RunConfig.read(self.config_path)
+
+    def admin_key(self) -> str:
+        """The run's admin key, made (readable by its owner only) by whoever asks first."""
+        path = self.path / "admin.key"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return path.read_text().strip()
+        key = secrets.token_urlsafe(32)
+        with os.fdopen(fd, "w") as f:
+            f.write(key)
+        return key
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A JSON object such as gateway.json or trainer.json; None while it is not there."""
+        try:
+            value = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def write(self, name: str, value: dict[str, Any]) -> Path:
+        write_json(self.path / name, value)
+        return self.path / name
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    temporary.replace(path)
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    """A folder name not taken; two runs started within one second differ by a suffix."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for n in range(1000):
+        path = parent / (stem if n == 0 else f"{stem}-{n}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"{parent}/{stem} and 999 like it exist")
