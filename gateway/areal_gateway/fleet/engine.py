@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -73,7 +73,7 @@ class EngineClient:
 
     async def generate(
         self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         """Stream one reply. Closing the iterator closes the request, and the engine drops the work.
 
         Raises:

