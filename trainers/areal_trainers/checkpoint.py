@@ -1,0 +1,69 @@
+"""A policy as a Hugging Face folder, tokenizer included. It appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+MODEL_FILES = ("config.json", "generation_config.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
+"""What an export writes itself or must not carry over; every other file of the source is copied."""
+
+
+def gathered(lm: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of each parameter and persistent buffer once, tied ones under their first name.
+
+    A collective: every rank iterates in step, and holds one whole tensor at a time.
+    """
+    for name, value in unique_tensors(lm):
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def unique_tensors(lm: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, possibly sharded tensor), tied tensors once.
+
+    Tied names are dropped as the model declares them (`lm_head.weight` for tied embeddings), because
+    after sharding an engine has no other way to know which of two equal names it should load.
+    """
+    seen: set[int] = set()
+    persistent = set(lm.state_dict().keys())
+    out = []
+    for name, value in [*lm.named_parameters(), *lm.named_buffers()]:
+        if name in persistent and id(value) not in seen:
+            seen.add(id(value))
+            out.append((name, value.detach()))
+    return out
+
+
+def export(lm: PreTrainedModel, folder: Path, source: Path, *, write: bool) -> Path:
+    """Write `lm` to `folder`, with the tokenizer files of the model folder `source`.
+
+    A collective: every rank calls it, the one with `write` (rank 0) writes, to a temporary folder that is
+    then renamed. An existing `folder` is replaced.
+    """
+    state = {}
+    for name, tensor in gathered(lm):
+        if write:
+            state[name] = tensor.cpu().contiguous()
+    if not write:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        lm.save_pretrained(temporary, state_dict=state)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file.name not in MODEL_FILES and not file.name.endswith(WEIGHT_SUFFIXES):
+                shutil.copy2(file, temporary / file.name)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

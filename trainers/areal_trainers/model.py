@@ -1,0 +1,98 @@
+"""A Hugging Face causal LM as an FSDP2 policy: packed tokens in, logprobs of predicted tokens out.
+
+Master weights are float32 and stay sharded; a layer is gathered in the compute dtype while it runs.
+Dropout is off always: the trainer's logprobs have to be the engine's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from areal_agent.errors import ConfigError
+from areal_trainers import attention
+from areal_trainers.logprobs import head_logprobs, token_logprobs
+from areal_trainers.packing import MicroBatch
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings by which a model changes logits after its output head; such a model computes them itself."""
+
+
+def load_causal_lm(folder: str | Path) -> PreTrainedModel:
+    """The model in `folder`, float32, with packed attention. Raises ConfigError with the reason."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "holds no config.json" if path.is_dir() else "is not a folder"
+        raise ConfigError(f"model folder {path} {what}; give one that `save_pretrained` has written")
+    try:
+        attention.check_supported(AutoConfig.from_pretrained(path, local_files_only=True))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    except ConfigError:
+        raise
+    except Exception as e:  # transformers raises a dozen kinds here; each means the folder is unusable
+        raise ConfigError(
+            f"cannot load a causal LM from {path}: {type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else e!r}; "
+            "check that its config.json and safetensors files belong together"
+        ) from e
+    return model.eval()
+
+
+class Policy(nn.Module):
+    """Root FSDP module around a causal LM. `policy(micro)` -> ([N] logprobs, [N] entropies), nats.
+
+    Keeping the output head inside this forward lets the root hold its weight gathered while chunks of
+    it run, and lets only predicted rows reach it.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+        self.own_logits = any(getattr(lm.config, name, None) for name in LOGIT_TRANSFORMS)
+
+    def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs: dict[str, Any] = dict(
+            input_ids=micro.token_ids,
+            position_ids=micro.position_ids,
+            areal_layout=micro.layout,
+            use_cache=False,
+        )
+        if self.own_logits:
+            logits = self.lm(**inputs, logits_to_keep=micro.predict).logits[0]
+            return token_logprobs(logits, micro.labels, micro.temperatures)
+        hidden = self.lm.base_model(**inputs).last_hidden_state[0].index_select(0, micro.predict)
+        head = self.lm.get_output_embeddings()
+        return head_logprobs(head, self.lm.config.vocab_size, hidden, micro.labels, micro.temperatures)
+
+
+def shard(lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32) -> Policy:
+    """Shard `lm` over `mesh`, one FSDP unit per decoder layer and one for the rest.
+
+    Gradients are reduced in float32 and averaged over ranks (FSDP's way): a loss summed over ranks has
+    to be multiplied by their number.
+    """
+    policy = Policy(lm.to(mesh.device_type))
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+    )
+    for layer in decoder_layers(lm):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, as the model's own `_no_split_modules` names them."""
+    names = set(getattr(lm, "_no_split_modules", None) or ())
+    layers = [m for m in lm.modules() if type(m).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(lm).__name__} names no decoder layer to shard (`_no_split_modules`)")
+    return layers
