@@ -383,8 +383,12 @@ class WeightTransaction:
         """End the update before loading: engines leave the group, v-1 goes on."""
         if self._update is not update:
             return
+        self._update = None
         if update.watchdog is not None and update.watchdog is not asyncio.current_task():
             update.watchdog.cancel()
+        self._set_phase("serving", update)
+        self._fleet.serve_current()
+        self._fleet.emit_weights(state="aborted", version=update.version, reason=reason)
         members = [m for m in update.members if m.state is not EngineState.QUARANTINED]
         abort = {"epoch": update.epoch}
         limit = self._config.pause_timeout_s
@@ -392,10 +396,6 @@ class WeightTransaction:
         for member, answer in answers.items():
             if isinstance(answer, EngineError):
                 member.suspect.set()
-        self._update = None
-        self._set_phase("serving", update)
-        self._fleet.serve_current()
-        self._fleet.emit_weights(state="aborted", version=update.version, reason=reason)
 
     def _set_phase(self, phase: str, update: _Update) -> None:
         self.phase = phase
