@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 
-from areal_agent import observe
 from areal_agent.errors import AgentError, ConfigError
 from areal_agent.launch import guard
+from areal_agent.observe import Binding, bind
 from areal_agent.session import Session
 from areal_agent.userland import Userland
 
@@ -111,11 +111,9 @@ class AgentRunner:
             agent = run  # AReaL's contract: async def run(self, data, **extra_kwargs)
         self._user = Userland(agent, "agent", ("task",), OFFERS)
 
-    async def run(
-        self, task: Mapping[str, Any], session: Session, timeout_s: float
-    ) -> tuple[Any, observe.Binding]:
+    async def run(self, task: Mapping[str, Any], session: Session, timeout_s: float) -> tuple[Any, Binding]:
         """The agent's result, and what was seen of its calls. Raises whatever the agent raises."""
-        with observe.bind(session.base_url, session.api_key, session_id=session.id) as binding:
+        with bind(session.base_url, session.api_key, session_id=session.id) as binding:
             async with contextlib.AsyncExitStack() as stack:
                 extras: dict[str, Any] = {
                     "session": session,

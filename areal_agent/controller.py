@@ -173,7 +173,7 @@ class RolloutController:
             async with asyncio.TaskGroup() as groups:
                 await self._admit(groups, tasks)
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise unwrap(errors) from None
         finally:
             watch.cancel()
 
@@ -235,7 +235,7 @@ class RolloutController:
             )
 
 
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+def unwrap(errors: BaseExceptionGroup[Any]) -> BaseException:
     """The first leaf of an exception group."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
@@ -249,7 +249,7 @@ async def gather(runs: Sequence[Any]) -> list[Any]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run) for run in runs]
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise unwrap(errors) from None
     return [task.result() for task in tasks]
 
 

@@ -97,6 +97,18 @@ def overlap(training: Iterable[Item], held_out: Iterable[Item]) -> int:
     return sum(_digest(i.task) in seen for i in held_out)
 
 
+def remarks(training: Sequence[Item], held_out: Sequence[Item]) -> Iterator[str]:
+    """What the user should know of the two sets before numbers are read off them."""
+    if not held_out:
+        yield "no eval_dataset: reward_before and reward_after will be empty (eval_dataset=0.1 splits a tenth off)"
+    shared = overlap(training, held_out)
+    if shared:
+        yield (
+            f"{shared} of {len(held_out)} held-out tasks are also training tasks, word for word: "
+            "reward_after will say more of memory than of skill"
+        )
+
+
 def passes(items: Sequence[Item], seed: int) -> Iterator[Item]:
     """The tasks for ever: pass after pass, each in a new order."""
     number = 0

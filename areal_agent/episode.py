@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agent import observe
 from areal_agent.agents import AgentRunner
 from areal_agent.dataset import Item
 from areal_agent.errors import ArealError, GatewayError
+from areal_agent.observe import Binding
 from areal_agent.rewards.runner import RewardRunner, shorten
 from areal_agent.session import GatewayClient, Outcome, Purpose, Sealed, Session
 from areal_agent.userland import TimedOut, TooManyAbandoned
@@ -132,7 +132,7 @@ class EpisodeRunner:
 
     async def _run_agent(
         self, item: Item, session: Session
-    ) -> tuple[Any, observe.Binding | None, BaseException | None]:
+    ) -> tuple[Any, Binding | None, BaseException | None]:
         try:
             result, binding = await self._agent.run(item.task, session, self._timeout_s)
             return result, binding, None
@@ -160,14 +160,14 @@ class EpisodeRunner:
             await session.reward(reward.value, key="areal-reward-function")
         return reward.error
 
-    def _explain_silence(self, binding: observe.Binding | None) -> None:
+    def _explain_silence(self, binding: Binding | None) -> None:
         self.silent += 1
         if self.silent == 1:
             self.silence = silence(binding)
             log.warning("%s", self.silence)
 
 
-def silence(binding: observe.Binding | None) -> str:
+def silence(binding: Binding | None) -> str:
     """Why a session may have ended without a single call at the gateway."""
     text = (
         "the agent finished a session without a single call reaching the gateway, so nothing can be trained"

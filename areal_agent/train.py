@@ -1,0 +1,221 @@
+"""train(), evaluate(), rollout(): the story of a run on one screen.
+
+Each has an async twin (`atrain`, ...) for callers that are in an event loop already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_agent import checks
+from areal_agent import dataset as data
+from areal_agent.controller import EvalResult, Group
+from areal_agent.errors import ArealError
+from areal_agent.launch.memory import plan_engines
+from areal_agent.panel import report
+from areal_agent.run import Run
+from areal_agent.settings import ConfigLike, resolve
+
+T = TypeVar("T")
+
+Reward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run came to.
+
+    Attributes:
+        steps: optimiser steps taken; the final policy version.
+        reward_before, reward_after: mean greedy reward on held-out tasks; None without any.
+        checkpoint: Hugging Face folder of the final policy.
+        run_dir: everything else, see rundir.py.
+        summary: all of summary.json.
+    """
+
+    steps: int | None
+    reward_before: float | None
+    reward_after: float | None
+    checkpoint: Path | None
+    run_dir: Path
+    summary: dict[str, Any] = field(repr=False, default_factory=dict)
+
+
+def train(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    eval_dataset: Any = None,
+    model: str | Path | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> TrainResult:
+    """Train the policy behind `agent` on `dataset` with what `reward` says of its results.
+
+    Args:
+        agent: agent(task) sync or async, which may also take session=, base_url=, api_key= or http_client=;
+            an object with `async def run(self, data, **extra_kwargs)`; or a Command.
+        reward: reward(task, result) -> float, int, bool or None (missing), sync or async, which may also take
+            session= or trajectory=. None: rewards come from the agent itself over POST /v1/rewards.
+        dataset: list of JSON objects, or a path to .jsonl, .json or .parquet.
+        eval_dataset: held-out tasks, likewise; or a fraction of `dataset` to split off; or None.
+        model: Hugging Face folder the policy starts from.
+        config: RunConfig, mapping, or path; what is not passed comes from areal.yaml next to the script.
+        run_dir: where the run is kept; by default runs/NAME-TIME.
+
+    Raises:
+        ArealError: one of its kinds, as a sentence, when the input cannot be used or the run failed.
+    """
+    return _run(
+        "train",
+        atrain(
+            agent,
+            reward,
+            dataset=dataset,
+            eval_dataset=eval_dataset,
+            model=model,
+            config=config,
+            run_dir=run_dir,
+        ),
+    )
+
+
+async def atrain(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    eval_dataset: Any = None,
+    model: str | Path | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> TrainResult:
+    """`train` for a caller inside an event loop."""
+    settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
+    training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
+    checks.before_start(settings, trainer=True)
+    settings.fleet.engines = plan_engines(settings)
+
+    async with Run(settings, agent, reward) as run:
+        run.remark(data.remarks(training, held_out))
+        before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
+        await run.start_trainer()
+        trainer = await run.train(training, held_out)
+        after = await run.evaluate(held_out[: settings.eval.tasks], "after training")
+        summary = await run.summarise(before, after, trainer)
+    print(report(summary))
+    checkpoint = summary["checkpoint"]
+    return TrainResult(
+        steps=summary["steps"],
+        reward_before=summary["reward_before"],
+        reward_after=summary["reward_after"],
+        checkpoint=Path(checkpoint) if checkpoint else None,
+        run_dir=run.folder.path,
+        summary=summary,
+    )
+
+
+def evaluate(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    model: str | Path | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> EvalResult:
+    """Score `agent` on every task once, greedily, without training. Arguments as of `train`."""
+    return _run(
+        "evaluate",
+        aevaluate(agent, reward, dataset=dataset, model=model, config=config, run_dir=run_dir),
+    )
+
+
+async def aevaluate(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    model: str | Path | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> EvalResult:
+    """`evaluate` for a caller inside an event loop."""
+    settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
+    items = data.load(dataset)
+    checks.before_start(settings, trainer=False)
+    settings.fleet.engines = plan_engines(settings)
+
+    async with Run(settings, agent, reward) as run:
+        result = await run.evaluate(items, "the model")
+    assert result is not None  # load() refuses an empty data set
+    return result
+
+
+def rollout(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    model: str | Path | None = None,
+    group_size: int | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> list[Group]:
+    """Run `agent` on every task, sampled as in training, `group_size` times each; train nothing.
+
+    The calls are in the run folder's ledger.sqlite. Arguments as of `train`.
+    """
+    return _run(
+        "rollout",
+        arollout(
+            agent,
+            reward,
+            dataset=dataset,
+            model=model,
+            group_size=group_size,
+            config=config,
+            run_dir=run_dir,
+        ),
+    )
+
+
+async def arollout(
+    agent: Any,
+    reward: Reward | None,
+    *,
+    dataset: Any,
+    model: str | Path | None = None,
+    group_size: int | None = None,
+    config: ConfigLike = None,
+    run_dir: str | Path | None = None,
+) -> list[Group]:
+    """`rollout` for a caller inside an event loop."""
+    settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
+    items = data.load(dataset)
+    checks.before_start(settings, trainer=False)
+    settings.fleet.engines = plan_engines(settings)
+
+    async with Run(settings, agent, reward) as run:
+        return await run.rollout(items, group_size or settings.rollout.group_size)
+
+
+def _run(name: str, story: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(story)
+    story.close()
+    raise ArealError(
+        f"areal_agent.{name}() was called inside a running event loop (a notebook, or an async function); "
+        f"use `await areal_agent.a{name}(...)` there"
+    )
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
