@@ -224,9 +224,9 @@ class FakeEngine:
         return not self._go.is_set()
 
     async def start(self, port: int = 0) -> str:
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self.url
