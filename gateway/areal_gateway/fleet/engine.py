@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -52,6 +53,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.model = model
         self._session: aiohttp.ClientSession | None = None
+        self._replies: set[aiohttp.ClientResponse] = set()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -66,6 +68,10 @@ class EngineClient:
     async def close(self) -> None:
         """Close every connection; calls in flight are cut and end as EngineLost."""
         session, self._session = self._session, None
+        # Closing the session alone would leave their readers waiting for a byte that never comes.
+        for response in self._replies:
+            response.content.set_exception(aiohttp.ClientConnectionError("cut by us"))
+            response.close()
         if session is not None:
             await session.close()
 
@@ -90,7 +96,7 @@ class EngineClient:
         reader = _ReplyReader(self.url)
         try:
             # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
-            async with await self._open(body, timeout_s) as response:
+            async with await self._open(body, timeout_s) as response, self._cuttable(response):
                 if response.status != 200:
                     raise EngineRefused(
                         f"engine {self.url} answered {response.status}: {await _error_text(response)}",
@@ -118,6 +124,14 @@ class EngineClient:
             return await self.session.post(url, json=body, timeout=timeout)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError):
             return await self.session.post(url, json=body, timeout=timeout)
+
+    @asynccontextmanager
+    async def _cuttable(self, response: aiohttp.ClientResponse) -> AsyncIterator[None]:
+        self._replies.add(response)
+        try:
+            yield
+        finally:
+            self._replies.discard(response)
 
     # control
 
