@@ -51,14 +51,14 @@ class Run:
         reward: Callable[..., Any] | None,
         *,
         folder: RunDir | None = None,
-        services: Callable[[RunDir, RunConfig], Services] = Services,
+        services: Callable[[RunDir, RunConfig], Services] | None = None,
     ) -> None:
         """Raises ConfigError when the agent or the reward cannot be called as they must, or no folder made."""
         self._agent = AgentRunner(agent)
         self._reward = None if reward is None else RewardRunner(reward, config.rollout.reward_timeout_s)
         self.folder = folder or RunDir.create(config)
         self.config = config.model_copy(update={"run_dir": str(self.folder.path)})
-        self._services = services(self.folder, self.config)
+        self._services = (services or Services)(self.folder, self.config)
         self._progress = panel.Progress(
             name=str(self.folder.path.name),
             steps=config.trainer.steps,
