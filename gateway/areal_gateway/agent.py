@@ -1,0 +1,212 @@
+"""The agent plane: what an agent's own client talks to. The key is the session.
+
+Invariant: a key reaches its own session; what the agent gets is what the ledger has, and a reply counts
+as delivered only after its last byte was handed to the connection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+from uuid import uuid4
+
+import orjson
+from aiohttp import web
+
+from areal_agent.errors import GatewayError
+from areal_gateway import auth
+from areal_gateway.calls import CallRequest, Exchange
+from areal_gateway.core import Gateway
+from areal_gateway.dialects import DIALECTS, Dialect, Served
+from areal_gateway.fields import reward_value, text
+from areal_gateway.http import JSON, Handler, answer, guarded, read_json
+from areal_gateway.sessions import REWARD, Session
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 10.0
+"""A stream with nothing to say sends a comment this often; clients and proxies count silence as death."""
+
+LABEL_HEADER = "x-areal-label-"
+
+
+def routes(app: web.Application) -> None:
+    """Every path also exists under /s/{key}, for clients that cannot set a key."""
+    openai_error = DIALECTS["/v1/chat/completions"].error
+    for prefix in ("", "/s/{key}"):
+        for dialect in DIALECTS.values():
+            app.router.add_post(prefix + dialect.path, guarded(completions(dialect), dialect.error))
+        app.router.add_get(prefix + "/v1/models", guarded(models, openai_error))
+        app.router.add_get(prefix + "/v1/models/{model:.+}", guarded(model, openai_error))
+        app.router.add_post(prefix + "/v1/rewards", guarded(rewards, openai_error))
+
+
+async def authenticate(gateway: Gateway, request: web.Request) -> Session:
+    key = auth.presented_key(request)
+    try:
+        if key is None:
+            raise GatewayError(
+                "no key: send the session's api_key as `Authorization: Bearer` or `x-api-key`",
+                status=401,
+                code="unauthorized",
+            )
+        if auth.same_key(key, gateway.admin_key):
+            raise GatewayError(
+                "the admin key makes no calls; open a session and use its api_key",
+                status=401,
+                code="unauthorized",
+            )
+        return await gateway.sessions.by_key(key)
+    except GatewayError as e:
+        if e.status == 401:
+            gateway.metrics.unauthorized.labels("agent").inc()
+            log.warning(
+                "unauthorized request to %s from %s: %s", request.match_info.route.resource, request.remote, e
+            )
+        raise
+
+
+def completions(dialect: Dialect) -> Handler:
+    async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
+        session = await authenticate(gateway, request)
+        try:
+            body = await read_json(request)
+            asked = with_labels(dialect.read(body), request)
+            exchange = begin(gateway, session, dialect, asked, body, request)
+        except GatewayError as e:
+            session.last_error = str(e)
+            log.info("session %s: request refused: %s", session.id, e)
+            raise
+        served = Served(gateway.tokens, gateway.model)
+        patient = "x-stainless-retry-count" in request.headers
+        with exchange.subscribed(patient=patient):
+            if asked.stream:
+                return await stream(gateway, session, dialect, served, asked, exchange, request)
+            records = await exchange.wait()
+            response = web.Response(
+                body=dialect.reply(served, asked, exchange),
+                content_type=JSON,
+                headers=headers(asked, exchange),
+            )
+            await response.prepare(request)
+            await response.write_eof()
+            gateway.sessions.delivered(session, [r.call_id for r in records])
+            return response
+
+    return handle
+
+
+def begin(
+    gateway: Gateway, session: Session, dialect: Dialect, asked: CallRequest, body: Any, request: web.Request
+) -> Exchange:
+    """The exchange that this request repeats, or a new one."""
+    digest = hashlib.blake2b(
+        dialect.name.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
+    ).digest()
+    count = request.headers.get("x-stainless-retry-count", "0")
+    retry_key = request.headers.get("Idempotency-Key")
+    found = gateway.calls.find_retry(
+        session, digest, retry_count=int(count) if count.isdecimal() else 0, retry_key=retry_key
+    )
+    return found or gateway.calls.start(session, asked, digest, retry_key)
+
+
+async def stream(
+    gateway: Gateway,
+    session: Session,
+    dialect: Dialect,
+    served: Served,
+    asked: CallRequest,
+    exchange: Exchange,
+    request: web.Request,
+) -> web.StreamResponse:
+    """Server-sent events. Before the first byte an error is an HTTP status, afterwards an event."""
+    encoder = dialect.stream(served, asked, exchange)
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            **headers(asked, exchange),
+        }
+    )
+    try:
+        async for said in exchange.listen(KEEP_ALIVE_S):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b": keep-alive\n\n" if said is None else encoder.said(said))
+    except GatewayError as e:
+        if not response.prepared:
+            raise
+        await response.write(encoder.failed(e))
+        await response.write_eof()
+        return response
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(encoder.done(exchange.records))
+    await response.write_eof()
+    gateway.sessions.delivered(session, [r.call_id for r in exchange.records])
+    return response
+
+
+def headers(asked: CallRequest, exchange: Exchange) -> dict[str, str]:
+    out = {"x-request-id": exchange.exchange_id}
+    if asked.ignored:
+        shown = ", ".join(asked.ignored).encode("ascii", "replace").decode()
+        out["x-areal-ignored"] = "".join(c if c.isprintable() else "?" for c in shown)[:1000]
+    return out
+
+
+def with_labels(asked: CallRequest, request: web.Request) -> CallRequest:
+    """`x-areal-label-NAME: value` headers join the labels of the body, and win."""
+    for name, value in request.headers.items():
+        if name.lower().startswith(LABEL_HEADER):
+            asked.labels[name[len(LABEL_HEADER) :].lower()[:64]] = value[:512]
+    return asked
+
+
+async def models(gateway: Gateway, request: web.Request) -> web.Response:
+    await authenticate(gateway, request)
+    return answer({"object": "list", "data": [_model(gateway, gateway.model)]})
+
+
+async def model(gateway: Gateway, request: web.Request) -> web.Response:
+    """Any name is served by the one policy there is."""
+    await authenticate(gateway, request)
+    return answer(_model(gateway, request.match_info["model"]))
+
+
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "areal_agent",
+        "max_model_len": gateway.tokens.context,
+    }
+
+
+async def rewards(gateway: Gateway, request: web.Request) -> web.Response:
+    """An agent, or the service around it, rewards its own session; `response_id` says for which reply."""
+    session = await authenticate(gateway, request)
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise GatewayError("the body must be a JSON object", status=400, code="invalid_request")
+    call_id = None
+    if (response_id := text(body, "response_id", "")) != "":
+        exchange_id = response_id.rpartition("-")[2]
+        found = [c for c in session.history.calls if exchange_id in (c.exchange_id, c.call_id)]
+        if not found:
+            raise GatewayError(
+                f"this session has no response {response_id!r}", status=404, code="unknown_response"
+            )
+        call_id = found[0].call_id
+    await gateway.sessions.reward(
+        session.id,
+        key=text(body, "key", "") or uuid4().hex,
+        name=text(body, "name", REWARD),
+        value=reward_value(body),
+        call_id=call_id,
+    )
+    return answer({"session_id": session.id})

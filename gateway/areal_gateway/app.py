@@ -1,0 +1,58 @@
+"""The HTTP application over a Gateway. Tests give it a fleet of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from areal_agent.config import RunConfig
+from areal_gateway import admin, agent
+from areal_gateway.core import GATEWAY, Gateway, GatewayFleet
+from areal_gateway.events import EventBus
+from areal_gateway.ledger import Ledger
+from areal_gateway.tokens import Tokens
+
+STOP_S = 5.0
+"""Longest a stopping gateway waits for its calls to be written down."""
+
+
+def create_app(
+    *,
+    config: RunConfig,
+    fleet: GatewayFleet,
+    ledger: Ledger,
+    tokens: Tokens,
+    admin_key: str,
+    events: EventBus | None = None,
+) -> web.Application:
+    """The whole gateway as an aiohttp application; it owns none of its arguments.
+
+    Serve it with `handler_cancellation=True`, or a client that leaves goes unnoticed.
+    """
+    app = web.Application(client_max_size=int(config.gateway.max_body_mib * 2**20))
+    app[GATEWAY] = Gateway(
+        config=config,
+        fleet=fleet,
+        ledger=ledger,
+        tokens=tokens,
+        admin_key=admin_key,
+        events=events or EventBus(),
+    )
+    agent.routes(app)
+    admin.routes(app)
+    app.cleanup_ctx.append(_watched)
+    return app
+
+
+async def _watched(app: web.Application) -> AsyncIterator[None]:
+    gateway = app[GATEWAY]
+    watch = asyncio.create_task(gateway.watch(), name="watchdog")
+    yield
+    watch.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watch
+    if tasks := gateway.stop_calls():
+        await asyncio.wait(tasks, timeout=STOP_S)

@@ -1,0 +1,575 @@
+"""One request of an agent, from its messages to its recorded replies.
+
+Invariant: prepare changes nothing; a call is committed once, in exactly one state, and the client sees the
+end of its reply only after that is durable. When the last client leaves, the engine's work is cancelled.
+
+An Exchange is one request and its `n` sibling calls. It runs in a task of its own, and clients subscribe
+to it: the one that asked, and those that retry it. What it says is kept until all has been said, so a
+late subscriber gets everything from the beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from uuid import uuid4
+
+from areal_agent.errors import EngineError, GatewayError
+from areal_gateway.events import EventBus
+from areal_gateway.fleet.types import Chunk, EngineSampling
+from areal_gateway.ledger import Ledger, LedgerError, call_rows
+from areal_gateway.metrics import Metrics
+from areal_gateway.records import REPLIED, CallRecord, CallState, Sampling, Span, floats, ints
+from areal_gateway.reply import Delta, Pace, ReplyFormat, ReplyStream, deltas_of, read_reply
+from areal_gateway.sessions import Session, check_open
+from areal_gateway.tokens import Tokens
+from areal_gateway.tree import Attachment, Cause, conversation
+
+log = logging.getLogger(__name__)
+
+RETRY_GRACE_S = 1.5
+"""How long a call outlives a client whose SDK retries (`x-stainless-retry-count`). Those back off 0.5 s, then
+1 s; without the grace a time-out would throw the reply away just before it is asked for again."""
+
+
+class Fleet(Protocol):
+    """What the core needs of the engines."""
+
+    @property
+    def version(self) -> int: ...
+    def generate(
+        self, *, session_id: str, prompt_ids: list[int], sampling: EngineSampling
+    ) -> AsyncIterator[Chunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """A request as a dialect read it; everything past this point knows no dialect.
+
+    `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
+    that looks like a tool call stays text. `max_tokens` None: as far as the context goes.
+    """
+
+    dialect: str
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    parse_tools: bool = False
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    ignored: tuple[str, ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Where a request belongs and what it asks of the engine. Making one changed nothing."""
+
+    attachment: Attachment
+    prompt_ids: list[int]
+    shared: int
+    sampling: EngineSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something for the client: a delta of choice `index`, or its end (`record` given).
+
+    `logprobs` [k]: (token id, logprob) of the tokens sampled since the choice last said something.
+    """
+
+    index: int
+    delta: Delta | None = None
+    record: CallRecord | None = None
+    logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
+    """Attach, render or bridge, and check the room. Raises GatewayError (400)."""
+    attachment = session.tree.attach(request.messages, request.tools)
+    prompt_ids: list[int] | None = None
+    shared = 0
+    if (parent := attachment.parent) is not None:
+        before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
+        prompt_ids = tokens.bridge(
+            conversation(parent), before, sampled, attachment.new_messages, request.tools
+        )
+        shared = len(before) + len(sampled)
+        if prompt_ids is None:
+            attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
+    if prompt_ids is None:
+        prompt_ids = tokens.render(request.messages, request.tools)
+    room = tokens.context - len(prompt_ids)
+    if room < 1:
+        raise GatewayError(
+            f"This model's maximum context length is {tokens.context} tokens. However, your messages resulted in "
+            f"{len(prompt_ids)} tokens. Please reduce the length of the messages.",
+            status=400,
+            code="context_length_exceeded",
+        )
+    pinned = session.record.sampling
+    limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
+    sampling = EngineSampling(
+        max_tokens=min(limits),
+        temperature=pinned.temperature,
+        top_p=pinned.top_p,
+        top_k=pinned.top_k,
+        stop=list(request.stop),
+        stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
+    )
+    return Prepared(attachment, prompt_ids, shared, sampling)
+
+
+def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:
+    """A call's seed: repeatable from the session's seed, the prompt, and how often it was asked before."""
+    if pinned.seed is None:
+        return None
+    h = hashlib.blake2b(digest_size=4)
+    h.update(f"{pinned.seed}|{sibling}|".encode())
+    h.update(ints(prompt_ids).tobytes())
+    return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF
+
+
+class Exchange:
+    """A running or finished request. Create with Calls.start."""
+
+    def __init__(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> None:
+        self.exchange_id = uuid4().hex
+        self.session = session
+        self.request = request
+        self.digest = digest
+        self.retry_key = retry_key
+        self.created = time.time()
+        self.records: list[CallRecord] = []
+        self.error: GatewayError | None = None
+        self.finished = False
+        self.task: asyncio.Task[None] | None = None
+        self.subscribers = 0
+        self.claims = 0
+        """Clients that ever asked for it; a retry prefers the exchange that fewest have claimed."""
+        self._said: list[Said] = []
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def restored(cls, session: Session, records: list[CallRecord]) -> Exchange:
+        """A finished exchange read back from the ledger, to be replayed if all its calls were replied."""
+        head = records[0]
+        request = CallRequest(head.dialect, "", [], n=len(records))
+        self = cls(session, request, head.digest, head.retry_key)
+        self.exchange_id, self.created = head.exchange_id, head.started_at
+        self.records = sorted((r for r in records if r.state in REPLIED), key=lambda r: r.index)
+        self.finished, self.claims = True, 1
+        return self
+
+    @property
+    def delivered(self) -> bool:
+        return bool(self.records) and all(r.call_id in self.session.history.delivered for r in self.records)
+
+    @property
+    def replayable(self) -> bool:
+        """In progress, or ended with all its replies."""
+        return not self.finished or (self.error is None and len(self.records) == self.request.n)
+
+    def say(self, said: Said) -> None:
+        self._said.append(said)
+        self._wake()
+
+    def end(self, error: GatewayError | None) -> None:
+        self.error = error
+        self.finished = True
+        self.records.sort(key=lambda r: r.index)
+        self.request = replace(self.request, messages=[], tools=[])  # the records hold what is needed of them
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def abort(self, error: GatewayError) -> None:
+        """Stop the engine's work; its calls become `aborted` and whoever still listens gets `error`."""
+        if self.task is not None and not self.finished and self.error is None:
+            self.error = error
+            self.task.cancel()
+
+    @contextmanager
+    def subscribed(self, *, patient: bool) -> Iterator[None]:
+        """While inside, somebody listens. The last one to leave an unfinished exchange aborts it, after a
+        grace when their client is known to retry (`patient`)."""
+        self.subscribers += 1
+        self.claims += 1
+        try:
+            yield
+        finally:
+            self.subscribers -= 1
+            if not self.subscribers and not self.finished:
+                if patient:
+                    asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._abort_if_alone)
+                else:
+                    self._abort_if_alone()
+            self.forget()
+
+    def _abort_if_alone(self) -> None:
+        if not self.subscribers:
+            self.abort(GatewayError("the client left", status=499, code="client_left"))
+
+    async def wait(self) -> list[CallRecord]:
+        """All replies. Raises GatewayError."""
+        while not self.finished:
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+        return self.records
+
+    async def listen(self, idle_s: float) -> AsyncIterator[Said | None]:
+        """Everything from the beginning; None when nothing came for `idle_s`. Raises GatewayError."""
+        if self.finished and self.error is None and not self._said:
+            for record in self.records:
+                for delta in deltas_of(record.reply or {}):
+                    yield Said(record.index, delta)
+                pairs = tuple(zip(record.output_ids, record.logprobs, strict=True))
+                yield Said(record.index, record=record, logprobs=pairs)
+            return
+        at = 0
+        while True:
+            while at < len(self._said):
+                at += 1
+                yield self._said[at - 1]
+            if self.finished:
+                break
+            changed = self._changed
+            try:
+                async with asyncio.timeout(idle_s):
+                    await changed.wait()
+            except TimeoutError:
+                yield None
+        if self.error is not None:
+            raise self.error
+
+    def forget(self) -> None:
+        """Drop what was said once all was: a later replay is made from the records."""
+        if self.finished and not self.subscribers:
+            self._said = []
+
+
+class Sampled:
+    """What one call has of its reply so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float | None] = []
+        self.finish: str | None = None
+        self.spans: tuple[Span, ...] = ()
+
+    def add(self, chunk: Chunk) -> None:
+        self.ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        if chunk.finish_reason is not None:
+            self.finish = chunk.finish_reason
+        if chunk.spans is not None:
+            self.spans = tuple((int(a), int(b), int(v)) for a, b, v in chunk.spans)
+
+    def fault(self) -> str | None:
+        """Why this reply cannot be trained, or None: one finite logprob and one version for every token."""
+        n = len(self.ids)
+        if len(self.logprobs) != n:
+            return f"{n} tokens but {len(self.logprobs)} logprobs"
+        for i, p in enumerate(self.logprobs):
+            if p is None or not math.isfinite(p):
+                return f"token {i} of {n} has logprob {p}"
+        at = 0
+        for start, end, version in self.spans:
+            if start != at or end <= start or version < 0:
+                return f"version spans {list(self.spans)} do not cover {n} tokens in order"
+            at = end
+        if at != n:
+            return f"version spans {list(self.spans)} cover {at} of {n} tokens"
+        return None
+
+
+class Calls:
+    """Runs exchanges against the fleet and commits their calls."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        tokens: Tokens,
+        ledger: Ledger,
+        events: EventBus,
+        metrics: Metrics,
+        call_timeout_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._tokens = tokens
+        self._ledger = ledger
+        self._events = events
+        self._metrics = metrics
+        self._timeout_s = call_timeout_s
+        self._pace = Pace()
+        totals, self.tokens_sampled = ledger.call_totals()
+        self.totals: dict[str, int] = {s.value: totals.get(s.value, 0) for s in CallState}
+        self.running = 0
+
+    def find_retry(
+        self, session: Session, digest: bytes, *, retry_count: int, retry_key: str | None
+    ) -> Exchange | None:
+        """The exchange that a request repeats, or None when there is no evidence that it repeats any.
+
+        Evidence is the same Idempotency-Key, or an SDK's word that this is a retry, each with the same body.
+        The same prompt alone is none: that is how best-of-n is asked for. Among several candidates a
+        retry gets the one that nobody received, nobody listens to, and fewest asked for.
+        """
+        known = [e for e in session.exchanges.get(digest, ()) if e.replayable]
+        if retry_key is not None:
+            known = [e for e in known if e.retry_key == retry_key]
+        elif retry_count == 0:
+            known = []
+        if not known:
+            return None
+        found = min(reversed(known), key=lambda e: (e.delivered, e.subscribers > 0, e.claims))
+        self._metrics.retries.labels("replayed" if found.finished else "joined").inc()
+        return found
+
+    def restore(self, session: Session) -> None:
+        """Exchanges of a session read back from the ledger, so that a retry after a restart is one."""
+        by_exchange: dict[str, list[CallRecord]] = {}
+        for record in session.history.calls:
+            by_exchange.setdefault(record.exchange_id, []).append(record)
+        for records in by_exchange.values():
+            exchange = Exchange.restored(session, records)
+            session.exchanges.setdefault(exchange.digest, []).append(exchange)
+
+    def start(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> Exchange:
+        """Prepare and start. Raises GatewayError when the request cannot be served at all."""
+        check_open(session)
+        prepared = prepare(self._tokens, session, request)
+        exchange = Exchange(session, request, digest, retry_key)
+        session.exchanges.setdefault(digest, []).append(exchange)
+        session.running.add(exchange)
+        exchange.task = asyncio.create_task(
+            self._run(exchange, prepared), name=f"exchange {exchange.exchange_id}"
+        )
+        exchange.task.add_done_callback(lambda task: self._ended(exchange, task))
+        return exchange
+
+    async def _run(self, exchange: Exchange, prepared: Prepared) -> None:
+        first = exchange.session.tree.ask(prepared.attachment, exchange.request.n)
+        if exchange.request.n == 1:
+            await self._call(exchange, prepared, 0, first)
+            return
+        async with asyncio.TaskGroup() as group:
+            for index in range(exchange.request.n):
+                group.create_task(self._call(exchange, prepared, index, first + index))
+
+    def _ended(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """However the task ended, its listeners hear of it."""
+        error = exchange.error
+        if error is None and task.cancelled():
+            error = GatewayError("the gateway is stopping; try again", status=503, code="stopping")
+        elif error is None and (failure := task.exception()) is not None:
+            error = _as_gateway_error(failure)
+        exchange.session.running.discard(exchange)
+        exchange.end(error)
+        if error is not None:
+            exchange.session.last_error = str(error)
+            level = logging.INFO if error.code in ("client_left", "session_sealed") else logging.WARNING
+            log.log(level, "session %s: a request got no reply: %s", exchange.session.id, error)
+
+    async def _call(self, exchange: Exchange, prepared: Prepared, index: int, sibling: int) -> None:
+        """One sibling: sample, read, commit. Raises GatewayError after the call was committed as failed."""
+        session, request = exchange.session, exchange.request
+        call_id = uuid4().hex
+        sampling = prepared.sampling
+        if (seed := seed_of(session.record.sampling, prepared.prompt_ids, sibling)) is not None:
+            sampling = replace(sampling, seed=seed)
+        fmt = ReplyFormat(request.tools, request.parse_tools, request.stop)
+        stream = ReplyStream(self._tokens, fmt, prepared.prompt_ids, self._pace) if request.stream else None
+        sampled, started = Sampled(), time.time()
+        state, reason, reply, error = CallState.ABORTED, None, None, None
+        self._begin(stream)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._sample(exchange, prepared, sampling, index, sampled, stream)
+            reply = read_reply(self._tokens, fmt, prepared.prompt_ids, sampled.ids, call_id)
+            reason = sampled.fault()
+            state = CallState.TRUNCATED if sampled.finish == "length" else CallState.COMPLETE
+            state = CallState.INCOMPLETE if reason else state
+        except TimeoutError:
+            reason = f"no whole reply within {self._timeout_s:g} s"
+            error = GatewayError(f"{reason}; raise fleet.call_timeout_s", status=504, code="call_timeout")
+        except EngineError as e:
+            state, reason = CallState.FAILED, str(e)
+            error = GatewayError(f"no engine could serve this call: {e}", status=503, code="engine_error")
+        except asyncio.CancelledError:
+            reason = str(exchange.error) if exchange.error else "a sibling call failed, or the gateway stops"
+            raise
+        except Exception as e:
+            state, reason = CallState.FAILED, f"{type(e).__name__}: {e}"
+            log.exception("session %s: call %s failed inside the gateway", session.id, call_id)
+            error = GatewayError(
+                "the gateway failed on this call; its log says why", status=500, code="internal"
+            )
+        finally:
+            self._finish(stream, state, sampled, time.time() - started)
+            record = CallRecord(
+                call_id=call_id,
+                session_id=session.id,
+                exchange_id=exchange.exchange_id,
+                index=index,
+                parent_id=prepared.attachment.parent.record.call_id if prepared.attachment.parent else None,
+                cause=prepared.attachment.cause.value if prepared.attachment.cause else None,
+                state=state,
+                reason=reason,
+                finish_reason=_finish_reason(state, sampled, reply),
+                dialect=request.dialect,
+                digest=exchange.digest,
+                retry_key=exchange.retry_key,
+                labels=request.labels,
+                messages=prepared.attachment.new_messages,
+                tools=request.tools,
+                reply=reply,
+                shared=prepared.shared,
+                suffix_ids=ints(prepared.prompt_ids[prepared.shared :]),
+                output_ids=ints(sampled.ids),
+                logprobs=floats(sampled.logprobs),
+                spans=sampled.spans,
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                seed=sampling.seed,
+                started_at=started,
+                ended_at=time.time(),
+            )
+            written = self._commit(session, record, prepared.attachment)
+        if error is not None:
+            raise error
+        before = time.perf_counter()
+        try:
+            await written
+        except LedgerError as e:
+            raise GatewayError(
+                f"the reply could not be recorded: {e}", status=500, code="ledger_error"
+            ) from e
+        self._metrics.commit_seconds.observe(time.perf_counter() - before)
+        exchange.records.append(record)
+        if stream is not None and reply is not None:
+            try:
+                for delta in stream.finish(reply):
+                    exchange.say(Said(index, delta))
+            except ValueError as e:
+                log.error("session %s: call %s: %s", session.id, call_id, e)
+                raise GatewayError(
+                    f"the reply could not be streamed: {e}", status=500, code="stream_error"
+                ) from e
+            rest = tuple(zip(sampled.ids, sampled.logprobs, strict=True))[stream.told :]
+            exchange.say(Said(index, record=record, logprobs=_pairs(rest)))
+
+    async def _sample(
+        self,
+        exchange: Exchange,
+        prepared: Prepared,
+        sampling: EngineSampling,
+        index: int,
+        sampled: Sampled,
+        stream: ReplyStream | None,
+    ) -> None:
+        """Collect the engine's chunks. Raises EngineError when it stops before the reply's end."""
+        chunks = self._fleet.generate(
+            session_id=exchange.session.id, prompt_ids=prepared.prompt_ids, sampling=sampling
+        )
+        async with aclosing(chunks):  # type: ignore[type-var]  # closing it is what aborts the engine's work
+            async for chunk in chunks:
+                sampled.add(chunk)
+                if stream is not None and chunk.finish_reason is None:
+                    deltas = stream.feed(sampled.ids)
+                    for i, delta in enumerate(deltas):
+                        pairs = ()
+                        if i == 0:
+                            fresh = zip(
+                                sampled.ids[stream.told :], sampled.logprobs[stream.told :], strict=True
+                            )
+                            pairs, stream.told = _pairs(tuple(fresh)), len(sampled.ids)
+                        exchange.say(Said(index, delta, logprobs=pairs))
+        if sampled.finish is None:
+            raise EngineError(f"the engine's stream ended after {len(sampled.ids)} tokens, without an end")
+        if sampled.finish not in ("stop", "length"):
+            raise EngineError(
+                f"the engine ended the reply after {len(sampled.ids)} tokens by {sampled.finish!r}"
+            )
+
+    def _begin(self, stream: ReplyStream | None) -> None:
+        self.running += 1
+        self._metrics.running.set(self.running)
+        self._pace.streams += stream is not None
+
+    def _finish(self, stream: ReplyStream | None, state: CallState, sampled: Sampled, seconds: float) -> None:
+        self.running -= 1
+        self._metrics.running.set(self.running)
+        self._pace.streams -= stream is not None
+        self.totals[state.value] += 1
+        self.tokens_sampled += len(sampled.ids)
+        self._metrics.calls.labels(state.value).inc()
+        self._metrics.tokens.inc(len(sampled.ids))
+        self._metrics.call_seconds.observe(seconds)
+
+    def _commit(self, session: Session, record: CallRecord, attachment: Attachment) -> asyncio.Future[None]:
+        """Into the ledger's queue, the session's history and its tree, all in this order and at once."""
+        written = self._ledger.append(*call_rows(record))
+        session.add(record)
+        session.tree.add(record, attachment)
+        if record.cause is not None:
+            self._metrics.branches.labels(record.cause).inc()
+        if record.state is CallState.INCOMPLETE:
+            log.warning("session %s: call %s is incomplete: %s", session.id, record.call_id, record.reason)
+        elif record.state is CallState.FAILED:
+            log.warning("session %s: call %s failed: %s", session.id, record.call_id, record.reason)
+        self._events.publish(
+            "call",
+            session_id=session.id,
+            call_id=record.call_id,
+            parent_id=record.parent_id,
+            cause=record.cause,
+            state=record.state.value,
+            reason=record.reason,
+            prompt_tokens=record.prompt_length,
+            output_tokens=len(record.output_ids),
+            versions=sorted(record.versions),
+            labels=record.labels,
+        )
+        return written
+
+
+def _as_gateway_error(failure: BaseException) -> GatewayError:
+    """Of several siblings' failures the first one of ours; anything else is a fault in the gateway."""
+    if isinstance(failure, GatewayError):
+        return failure
+    if isinstance(failure, BaseExceptionGroup):
+        for inner in failure.exceptions:
+            if isinstance(inner, GatewayError):
+                return inner
+    log.error("an exchange failed", exc_info=failure)
+    return GatewayError("the gateway failed on this request; its log says why", status=500, code="internal")
+
+
+def _finish_reason(state: CallState, sampled: Sampled, reply: dict[str, Any] | None) -> str | None:
+    """In the words of chat completions."""
+    if reply is None:
+        return None
+    if sampled.finish == "length":
+        return "length"
+    return "tool_calls" if reply.get("tool_calls") else "stop"
+
+
+def _pairs(tokens: tuple[tuple[int, float | None], ...]) -> tuple[tuple[int, float], ...]:
+    return tuple((t, math.nan if p is None else p) for t, p in tokens)

@@ -1,0 +1,59 @@
+"""What becomes of each request field, as a table: nothing is dropped without a word.
+
+A field that is neither here nor known is ignored and named in the `x-areal-ignored` response header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from areal_agent.errors import GatewayError
+
+
+class Treatment(StrEnum):
+    """What the gateway does with a field."""
+
+    HONOURED = "honoured"
+    """It does what the API says."""
+    PINNED = "pinned"
+    """The run decides, whatever the agent asks: it would change the distribution that is trained."""
+    IGNORED = "ignored"
+    """It has no effect here; the reply is what it would be without it."""
+    REFUSED = "refused"
+    """Serving the request without it would answer something else than was asked: a 400."""
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field's treatment. `neutral(value)`: this value asks for nothing, so nothing is reported."""
+
+    treatment: Treatment
+    why: str
+    neutral: Callable[[Any], bool] = _never
+
+
+def treat(fields: dict[str, Field], body: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the fields that have no effect, sorted. Raises GatewayError (400) for a refused one."""
+    without_effect = []
+    for name, value in body.items():
+        if value is None:
+            continue
+        field = fields.get(name)
+        if field is None:
+            without_effect.append(name)
+            continue
+        if field.treatment is Treatment.HONOURED or field.neutral(value):
+            continue
+        if field.treatment is Treatment.REFUSED:
+            raise GatewayError(
+                f"{name} is not supported here: {field.why}", status=400, code="unsupported_field"
+            )
+        without_effect.append(name)
+    return tuple(sorted(without_effect))

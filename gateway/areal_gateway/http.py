@@ -1,0 +1,78 @@
+"""What both planes do with a request and an answer. Invariant: no body is read past the limit, compressed
+or not, and no client ever sees a stack trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from areal_agent.errors import GatewayError
+from areal_gateway.core import GATEWAY, Gateway
+from areal_gateway.ledger import LedgerError
+
+log = logging.getLogger(__name__)
+
+JSON = "application/json"
+
+Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
+ErrorBody = Callable[[GatewayError], bytes]
+
+
+async def read_json(request: web.Request) -> Any:
+    """The parsed body. Raises GatewayError: 413 too large (counted after decompression), 400 no JSON."""
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge as e:
+        limit = request.client_max_size
+        raise GatewayError(
+            f"the request body is larger than {limit} bytes; raise gateway.max_body_mib if that is meant",
+            status=413,
+            code="body_too_large",
+        ) from e
+    except web.RequestPayloadError as e:
+        raise GatewayError(f"the request body cannot be read: {e}", status=400, code="invalid_body") from e
+    try:
+        return orjson.loads(raw or b"{}")
+    except orjson.JSONDecodeError as e:
+        raise GatewayError(f"the request body is no JSON: {e}", status=400, code="invalid_json") from e
+
+
+def answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type=JSON)
+
+
+def admin_error(error: GatewayError) -> bytes:
+    return orjson.dumps({"error": {"message": str(error), "code": error.code}})
+
+
+def guarded(
+    handler: Handler, error_body: ErrorBody
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """The handler with errors turned into answers of the plane's shape."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        gateway = request.app[GATEWAY]
+        try:
+            return await handler(gateway, request)
+        except GatewayError as e:
+            error = e
+        except LedgerError as e:
+            log.error("%s %s: %s", request.method, request.match_info.route.resource, e)
+            error = GatewayError(str(e), status=500, code="ledger_error")
+        except web.HTTPException:
+            raise
+        except ConnectionResetError:  # the client left while it was being answered; there is nobody to tell
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, request.match_info.route.resource)
+            error = GatewayError(
+                "the gateway failed on this request; its log says why", status=500, code="internal"
+            )
+        gateway.metrics.refused.labels(error.code or "error").inc()
+        return web.Response(body=error_body(error), status=error.status or 500, content_type=JSON)
+
+    return handle

@@ -1,0 +1,446 @@
+"""The ledger: an append-only SQLite file that everything else is a fold over.
+
+Invariant: no row is ever changed or removed (triggers forbid it), and what `append` awaited is on disk.
+One writer thread owns the only writing connection; rows queued while it commits share the next commit,
+so the price of a flush is paid once for all calls that wait for it. Files are write-ahead logged with
+synchronous=FULL: an acknowledged row survives a killed process and a power cut.
+
+Session keys are stored as SHA-256 only. They are random 192-bit strings, so a plain hash cannot be
+guessed backwards, and a ledger that is copied or exported gives nobody a live key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import queue
+import sqlite3
+import threading
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_agent.errors import ArealError, ConfigError
+from areal_gateway.canonical import tools_key
+from areal_gateway.records import (
+    CallRecord,
+    CallState,
+    LeaseEnd,
+    LeaseRecord,
+    Outcome,
+    RewardRecord,
+    Sampling,
+    SealRecord,
+    SessionHistory,
+    SessionRecord,
+)
+from areal_gateway.schema import SCHEMA, SCHEMA_VERSION, TABLES
+
+log = logging.getLogger(__name__)
+
+GROUP_LIMIT = 1024
+"""Most rows in one commit; bounds how long the first of them waits for the last."""
+
+
+class LedgerError(ArealError):
+    """The ledger could not be written or read; nothing that depends on the row may be acknowledged."""
+
+
+Row = tuple[str, tuple[Any, ...]]
+_Item = tuple[list[Row], Callable[[BaseException | None], None]]
+
+
+class Ledger:
+    """One open ledger file. Append from the event loop; read from any thread."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open or create the file. Raises ConfigError when it is in use, damaged, or of a newer version."""
+        self.path = Path(path)
+        self.commits = 0
+        self.rows = 0
+        self._lock_file = _lock(self.path)
+        try:
+            self._writer = _connect(self.path)
+            _prepare(self._writer, self.path)
+            self._reader = _connect(self.path)
+            self._reader.execute("PRAGMA query_only = ON")
+        except BaseException:
+            self._lock_file.close()
+            raise
+        self._reading = threading.Lock()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
+        self._thread.start()
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def append(self, *rows: Row) -> asyncio.Future[None]:
+        """Queue rows, all or none; the future resolves once they are durable, or raises LedgerError.
+
+        Rows are written in the order of the calls. Not awaiting the future is allowed where nobody is
+        told of the row; a failure is then logged.
+        """
+        if self._closed:
+            raise LedgerError(f"ledger {self.path} is closed")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        done.add_done_callback(_log_if_unseen)
+
+        def settle(error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(LedgerError(f"cannot write to the ledger {self.path}: {error}"))
+
+        def from_thread(error: BaseException | None) -> None:
+            try:
+                loop.call_soon_threadsafe(settle, error)
+            except RuntimeError:  # the loop is closed: the row is on disk and nobody waits for it
+                log.debug("a ledger commit outlived its event loop")
+
+        self._queue.put((list(rows), from_thread))
+        return done
+
+    def _write(self) -> None:
+        """The writer thread: take what is queued, commit it together, tell everyone."""
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            group = [item]
+            stop = False
+            while len(group) < GROUP_LIMIT:
+                try:
+                    more = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    stop = True
+                    break
+                group.append(more)
+            self._commit(group)
+            if stop:
+                return
+
+    def _commit(self, group: list[_Item]) -> None:
+        try:
+            self._transaction(rows for rows, _ in group)
+        except sqlite3.Error as e:
+            if len(group) == 1:
+                log.error("ledger write failed: %s", e)
+                group[0][1](e)
+                return
+            for item in group:  # one bad row must not fail its neighbours
+                self._commit([item])
+            return
+        for _, settled in group:
+            settled(None)
+
+    def _transaction(self, items: Iterable[list[Row]]) -> None:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            for rows in items:
+                for sql, values in rows:
+                    self._writer.execute(sql, values)
+                    self.rows += 1
+            self._writer.execute("COMMIT")
+            self.commits += 1
+        except BaseException:
+            self._writer.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        """Write what is queued, then close. Further appends raise."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(30.0)
+        with self._reading:
+            self._reader.close()
+        self._writer.close()
+        self._lock_file.close()
+
+    # -- reading: call from a worker thread, or at start -------------------------------------------
+
+    def _select(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._reading:
+            try:
+                return self._reader.execute(sql, tuple(values)).fetchall()
+            except sqlite3.Error as e:
+                raise LedgerError(f"cannot read the ledger {self.path}: {e}") from e
+
+    def sessions(self) -> list[tuple[SessionRecord, SealRecord | None]]:
+        """Every session with its seal, in the order of admission."""
+        seals = {seal.session_id: seal for seal in map(_seal, self._select("SELECT * FROM seals"))}
+        rows = self._select("SELECT * FROM sessions ORDER BY admitted")
+        return [(s, seals.get(s.session_id)) for s in map(_session, rows)]
+
+    def session_id_of_key(self, key_hash: bytes) -> str | None:
+        rows = self._select("SELECT session_id FROM sessions WHERE key_hash = ?", (key_hash,))
+        return rows[0][0] if rows else None
+
+    def histories(self, session_ids: Iterable[str]) -> dict[str, SessionHistory]:
+        """Everything about these sessions; unknown ids are left out."""
+        out: dict[str, SessionHistory] = {}
+        tool_lists = {k: orjson.loads(v) for k, v in self._select("SELECT * FROM tool_lists")}
+        for session_id in session_ids:
+            rows = self._select("SELECT * FROM sessions WHERE session_id = ?", (session_id,))
+            if not rows:
+                continue
+            one = (session_id,)
+            seals = self._select("SELECT * FROM seals WHERE session_id = ?", one)
+            out[session_id] = SessionHistory(
+                session=_session(rows[0]),
+                calls=[
+                    _call(r, tool_lists)
+                    for r in self._select(
+                        f"SELECT {CALL_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", one
+                    )
+                ],
+                delivered={
+                    r[0]
+                    for r in self._select(
+                        "SELECT d.call_id FROM deliveries d JOIN calls c ON c.call_id = d.call_id "
+                        "WHERE c.session_id = ?",
+                        one,
+                    )
+                },
+                rewards=[
+                    RewardRecord(*r)
+                    for r in self._select(
+                        "SELECT session_id, key, name, value, call_id, at FROM rewards "
+                        "WHERE session_id = ? ORDER BY seq",
+                        one,
+                    )
+                ],
+                seal=_seal(seals[0]) if seals else None,
+            )
+        return out
+
+    def call_totals(self) -> tuple[dict[str, int], int]:
+        """Calls by state, and tokens sampled, over the whole file."""
+        rows = self._select("SELECT state, COUNT(*), SUM(LENGTH(output_ids)) FROM calls GROUP BY state")
+        return {r[0]: r[1] for r in rows}, sum(r[2] or 0 for r in rows) // 4
+
+    def leases(self) -> list[tuple[LeaseRecord, LeaseEnd | None]]:
+        """Every lease with how it ended, oldest first."""
+        groups: dict[str, list[str]] = {}
+        for lease_id, group_id in self._select("SELECT lease_id, group_id FROM lease_groups ORDER BY rowid"):
+            groups.setdefault(lease_id, []).append(group_id)
+        rows = self._select(
+            "SELECT l.lease_id, l.version, l.expires_at, l.at, e.kind FROM leases l "
+            "LEFT JOIN lease_ends e ON e.lease_id = l.lease_id ORDER BY l.rowid"
+        )
+        return [
+            (
+                LeaseRecord(lease_id, version, tuple(groups.get(lease_id, ())), expires_at, at),
+                LeaseEnd(kind) if kind else None,
+            )
+            for lease_id, version, expires_at, at, kind in rows
+        ]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+CALL_COLUMNS = (
+    "call_id, session_id, exchange_id, choice, parent_id, cause, state, reason, finish_reason, dialect, "
+    "digest, retry_key, labels, messages, tools_key, reply, shared, suffix_ids, output_ids, logprobs, spans, "
+    "temperature, max_tokens, seed, started_at, ended_at"
+)
+
+
+def session_row(s: SessionRecord) -> Row:
+    return (
+        "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            s.session_id,
+            s.key_hash,
+            s.task_id,
+            s.group_id,
+            s.group_size,
+            s.purpose,
+            _json(asdict(s.sampling)),
+            s.deadline_s,
+            _json(s.labels),
+            s.opened_version,
+            s.opened_at,
+            s.admitted,
+        ),
+    )
+
+
+def call_rows(c: CallRecord) -> list[Row]:
+    """The call, and its list of tools where no earlier call had the same."""
+    key = tools_key(c.tools)
+    return [
+        ("INSERT OR IGNORE INTO tool_lists VALUES (?,?)", (key, _json(c.tools))),
+        _call_row(c, key),
+    ]
+
+
+def _call_row(c: CallRecord, key: bytes) -> Row:
+    return (
+        f"INSERT INTO calls ({CALL_COLUMNS}) VALUES ({','.join('?' * 26)})",
+        (
+            c.call_id,
+            c.session_id,
+            c.exchange_id,
+            c.index,
+            c.parent_id,
+            c.cause,
+            c.state.value,
+            c.reason,
+            c.finish_reason,
+            c.dialect,
+            c.digest,
+            c.retry_key,
+            _json(c.labels),
+            _json(c.messages),
+            key,
+            None if c.reply is None else _json(c.reply),
+            c.shared,
+            c.suffix_ids.tobytes(),
+            c.output_ids.tobytes(),
+            c.logprobs.tobytes(),
+            _json(c.spans),
+            c.temperature,
+            c.max_tokens,
+            c.seed,
+            c.started_at,
+            c.ended_at,
+        ),
+    )
+
+
+def delivery_row(call_id: str, at: float) -> Row:
+    """A second delivery of the same call (a replay) is no new fact."""
+    return "INSERT OR IGNORE INTO deliveries VALUES (?,?)", (call_id, at)
+
+
+def reward_row(r: RewardRecord) -> Row:
+    return (
+        "INSERT INTO rewards (session_id, key, name, value, call_id, at) VALUES (?,?,?,?,?,?)",
+        (r.session_id, r.key, r.name, r.value, r.call_id, r.at),
+    )
+
+
+def seal_row(s: SealRecord) -> Row:
+    return (
+        "INSERT INTO seals VALUES (?,?,?,?,?,?,?,?)",
+        (
+            s.session_id,
+            s.outcome.value,
+            s.error,
+            s.reward,
+            s.trained_tokens,
+            s.oldest_version,
+            s.multi_version_calls,
+            s.at,
+        ),
+    )
+
+
+def lease_rows(lease: LeaseRecord) -> list[Row]:
+    head: Row = (
+        "INSERT INTO leases VALUES (?,?,?,?)",
+        (lease.lease_id, lease.version, lease.expires_at, lease.at),
+    )
+    return [
+        head,
+        *(("INSERT INTO lease_groups VALUES (?,?)", (lease.lease_id, g)) for g in lease.group_ids),
+    ]
+
+
+def lease_end_row(lease_id: str, kind: LeaseEnd, at: float) -> Row:
+    return "INSERT INTO lease_ends VALUES (?,?,?)", (lease_id, kind.value, at)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value)
+
+
+def _session(row: tuple[Any, ...]) -> SessionRecord:
+    r = list(row)
+    r[6], r[8] = Sampling(**orjson.loads(r[6])), orjson.loads(r[8])
+    return SessionRecord(*r)
+
+
+def _seal(row: tuple[Any, ...]) -> SealRecord:
+    return SealRecord(row[0], Outcome(row[1]), *row[2:])
+
+
+def _call(row: tuple[Any, ...], tool_lists: dict[bytes, list[Any]]) -> CallRecord:
+    r = list(row)
+    r[6] = CallState(r[6])
+    for i in (12, 13):
+        r[i] = orjson.loads(r[i])
+    r[14] = tool_lists[r[14]]
+    r[15] = None if r[15] is None else orjson.loads(r[15])
+    r[17], r[18], r[19] = array("i", r[17]), array("i", r[18]), array("f", r[19])
+    r[20] = tuple((int(a), int(b), int(v)) for a, b, v in orjson.loads(r[20]))
+    return CallRecord(*r)
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _lock(path: Path) -> Any:
+    """An exclusive lock beside the file: two gateways must never fold and append to one ledger."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115 (held until close)
+    except OSError as e:
+        raise ConfigError(f"cannot create the ledger {path}: {e}") from e
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise ConfigError(
+            f"the ledger {path} is in use by another gateway; stop that one, or choose another run folder"
+        ) from None
+    return handle
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    db.execute("PRAGMA recursive_triggers = ON")  # so that INSERT OR REPLACE meets the delete trigger too
+    db.execute("PRAGMA busy_timeout = 30000")
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    try:
+        (found,) = db.execute("PRAGMA user_version").fetchone()
+        if found > SCHEMA_VERSION:
+            raise ConfigError(
+                f"the ledger {path} has schema {found}, written by a newer areal-agent; this one reads up to "
+                f"{SCHEMA_VERSION}: use that version, or another run folder"
+            )
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        if found == 0:
+            others = db.execute("SELECT name FROM sqlite_master").fetchall()
+            if others:
+                raise ConfigError(
+                    f"{path} is an SQLite file, but no ledger of areal-agent; name another file"
+                )
+            db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+    except sqlite3.DatabaseError as e:
+        raise ConfigError(f"cannot open the ledger {path}: {e}") from e
+
+
+def _log_if_unseen(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.error("%s", error)
+
+
+__all__ = ["TABLES", "Ledger", "LedgerError", "Row"]

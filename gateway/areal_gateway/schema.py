@@ -1,0 +1,53 @@
+"""The ledger's tables. Invariant: every table has triggers that refuse UPDATE and DELETE.
+
+Blobs are little-endian int32 (ids) and float32 (logprobs); JSON is UTF-8. A change here raises
+SCHEMA_VERSION; an older program refuses a newer file instead of misreading it.
+"""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+
+_COLUMNS = {
+    "sessions": """
+        session_id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL,
+        group_id TEXT NOT NULL, group_size INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
+        deadline_s REAL NOT NULL, labels BLOB NOT NULL, opened_version INTEGER NOT NULL,
+        opened_at REAL NOT NULL, admitted INTEGER NOT NULL UNIQUE""",
+    "calls": """
+        seq INTEGER PRIMARY KEY, call_id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
+        exchange_id TEXT NOT NULL, choice INTEGER NOT NULL, parent_id TEXT, cause TEXT, state TEXT NOT NULL,
+        reason TEXT, finish_reason TEXT, dialect TEXT NOT NULL, digest BLOB NOT NULL, retry_key TEXT,
+        labels BLOB NOT NULL, messages BLOB NOT NULL, tools_key BLOB NOT NULL, reply BLOB,
+        shared INTEGER NOT NULL, suffix_ids BLOB NOT NULL, output_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+        spans BLOB NOT NULL, temperature REAL NOT NULL, max_tokens INTEGER NOT NULL, seed INTEGER,
+        started_at REAL NOT NULL, ended_at REAL NOT NULL""",
+    "tool_lists": "tools_key BLOB PRIMARY KEY, tools BLOB NOT NULL",
+    "deliveries": "call_id TEXT PRIMARY KEY, at REAL NOT NULL",
+    "rewards": """
+        seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL, key TEXT NOT NULL, name TEXT NOT NULL,
+        value REAL, call_id TEXT, at REAL NOT NULL""",
+    "seals": """
+        session_id TEXT PRIMARY KEY, outcome TEXT NOT NULL, error TEXT, reward REAL,
+        trained_tokens INTEGER NOT NULL, oldest_version INTEGER, multi_version_calls INTEGER NOT NULL,
+        at REAL NOT NULL""",
+    "leases": "lease_id TEXT PRIMARY KEY, version INTEGER NOT NULL, expires_at REAL NOT NULL, at REAL NOT NULL",
+    "lease_groups": "lease_id TEXT NOT NULL, group_id TEXT NOT NULL",
+    "lease_ends": "lease_id TEXT PRIMARY KEY, kind TEXT NOT NULL, at REAL NOT NULL",
+}
+
+TABLES = tuple(_COLUMNS)
+
+SCHEMA = "".join(
+    f"CREATE TABLE {name} ({columns});"
+    + "".join(
+        f"CREATE TRIGGER {name}_no_{verb.lower()} BEFORE {verb} ON {name} "
+        "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;"
+        for verb in ("UPDATE", "DELETE")
+    )
+    for name, columns in _COLUMNS.items()
+) + (
+    "CREATE INDEX calls_by_session ON calls (session_id);"
+    "CREATE INDEX rewards_by_session ON rewards (session_id);"
+    "CREATE INDEX sessions_by_group ON sessions (group_id);"
+)

@@ -1,0 +1,166 @@
+"""The gateway as a process: `serve(run_dir)` runs until SIGTERM or SIGINT.
+
+Invariant: RUN_DIR/gateway.json exists only while the gateway answers at the URL in it, and whatever way
+this process ends on purpose, its engines are ended before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import orjson
+from aiohttp import web
+
+from areal_agent.config import GatewayConfig, RunConfig
+from areal_agent.errors import ConfigError
+from areal_gateway import auth
+from areal_gateway.app import create_app
+from areal_gateway.core import GatewayFleet
+from areal_gateway.events import EventBus
+from areal_gateway.ledger import Ledger
+from areal_gateway.tokens import Tokens
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 3.0
+"""How long open connections may take to end when the gateway stops."""
+
+
+def serve(run_dir: str | Path) -> None:
+    """Run the gateway of RUN_DIR (its config.json) in this process until it is told to stop.
+
+    Raises ConfigError: a setting, the model folder, the ledger or the port cannot be used; EngineError: no
+    engine came up.
+    """
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    folder = Path(run_dir)
+    config = RunConfig.read(folder / "config.json")
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(folder, config))
+    else:
+        uvloop.run(_serve(folder, config))
+
+
+run = serve
+
+
+async def _serve(run_dir: Path, config: RunConfig) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    sock = bind(config.gateway)
+    try:
+        serving = asyncio.create_task(_run(run_dir, config, sock, stopped))
+        stop = asyncio.create_task(stopped.wait())
+        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():  # still starting its engines, perhaps; cancelling ends those as well
+            log.info("stopping")
+            serving.cancel()
+        stop.cancel()
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not stopped.is_set():
+                raise
+    finally:
+        sock.close()
+
+
+async def _run(run_dir: Path, config: RunConfig, sock: socket.socket, stopped: asyncio.Event) -> None:
+    from areal_gateway.fleet import Fleet
+
+    tokens = Tokens.load(config.model, config.gateway, config.fleet.max_model_len)
+    key = auth.admin_key(run_dir)
+    events = EventBus()
+
+    def on_event(event: dict) -> None:
+        log.info("fleet: %s", " ".join(f"{k}={v}" for k, v in event.items()))
+        events.forward(event)
+
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    try:
+        fleet = Fleet(config, run_dir, on_event)
+        try:
+            await fleet.start()
+            await _answer(run_dir, config, sock, fleet, ledger, tokens, key, events)
+        finally:
+            await asyncio.shield(fleet.stop())
+    finally:
+        ledger.close()
+
+
+async def _answer(
+    run_dir: Path,
+    config: RunConfig,
+    sock: socket.socket,
+    fleet: GatewayFleet,
+    ledger: Ledger,
+    tokens: Tokens,
+    key: str,
+    events: EventBus,
+) -> None:
+    """Serve until cancelled."""
+    app = create_app(config=config, fleet=fleet, ledger=ledger, tokens=tokens, admin_key=key, events=events)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    where = run_dir / "gateway.json"
+    try:
+        await web.SockSite(runner, sock).start()
+        url = _url(sock)
+        _write(where, {"url": url, "pid": os.getpid()})
+        log.info("gateway answers at %s, %s tokens of context, renderer %s", url, tokens.context, tokens.name)
+        await asyncio.Event().wait()
+    finally:
+        where.unlink(missing_ok=True)
+        await runner.cleanup()
+
+
+def bind(config: GatewayConfig) -> socket.socket:
+    """A bound socket. Raises ConfigError: the port is taken, or the address is not loopback and not allowed."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise ConfigError(f"gateway.host = {config.host!r} is no address of this machine: {e}") from e
+    family, kind, protocol, _, address = found[0]
+    if not ipaddress.ip_address(address[0]).is_loopback and not config.allow_remote:
+        raise ConfigError(
+            f"gateway.host = {config.host!r} can be reached from other machines, without TLS; use 127.0.0.1, or set "
+            "gateway.allow_remote when that is meant"
+        )
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(
+            f"cannot bind {config.host} port {config.port}: {e.strerror}; stop what uses it, or set gateway.port to "
+            "0 for a free one"
+        ) from e
+    return sock
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "127.0.0.1" if sock.family == socket.AF_INET else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _write(path: Path, value: dict) -> None:
+    """Whole or not at all."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_bytes(orjson.dumps(value))
+    fresh.replace(path)

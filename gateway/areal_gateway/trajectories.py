@@ -1,0 +1,101 @@
+"""The fold: one session's calls -> the token sequences that are trained.
+
+Invariant: every sampled token of a trainable call carries loss in exactly one sequence; no other token
+carries any. The columns hold what the engine saw and sampled, in that order: nothing is re-tokenised.
+"""
+
+from __future__ import annotations
+
+from areal_agent.trajectory import NOT_SAMPLED, Sequence, Trajectory
+from areal_gateway.records import EXACT, CallRecord, SessionHistory
+
+
+def fold(history: SessionHistory, reward: float | None) -> Trajectory:
+    """Sequences are the branches root -> leaf of the session's call tree, in the order of their leaves.
+
+    A call is trained when it ended `complete` or `truncated` and the agent got the reply: its last byte was
+    delivered, or a later call continues it. Other calls are context where a trained call continues them,
+    else they are left out. A reply that several branches share carries loss in the first of them.
+    Raises ValueError when the ledger's ids do not fit together.
+    """
+    calls = {c.call_id: c for c in history.calls}
+    trainable = trainable_calls(history)
+    needed = set()
+    for call_id in trainable:
+        at: str | None = call_id
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = calls[at].parent_id
+    inner = {calls[c].parent_id for c in needed}
+
+    session = history.session
+    taken: set[str] = set()
+    sequences = []
+    for leaf in history.calls:
+        if leaf.call_id not in needed or leaf.call_id in inner:
+            continue
+        branch = _branch(calls, leaf)
+        trained = [c.call_id in trainable and c.call_id not in taken for c in branch]
+        taken.update(c.call_id for c in branch)
+        if any(trained):
+            columns = _columns(branch, trained)
+            sequences.append(
+                Sequence(
+                    *columns,
+                    temperature=session.sampling.temperature,
+                    reward=reward,
+                    session_id=session.session_id,
+                    group_id=session.group_id,
+                    task_id=session.task_id,
+                    call_ids=tuple(c.call_id for c in branch),
+                )
+            )
+    return Trajectory(session.session_id, session.group_id, session.task_id, reward, tuple(sequences))
+
+
+def trainable_calls(history: SessionHistory) -> set[str]:
+    """Ids of the calls whose sampled tokens are trained."""
+    continued = {c.parent_id for c in history.calls}
+    return {
+        c.call_id
+        for c in history.calls
+        if c.state in EXACT and c.output_ids and (c.call_id in history.delivered or c.call_id in continued)
+    }
+
+
+def _branch(calls: dict[str, CallRecord], leaf: CallRecord) -> list[CallRecord]:
+    """Root first."""
+    path = [leaf]
+    while path[-1].parent_id is not None:
+        path.append(calls[path[-1].parent_id])
+    path.reverse()
+    return path
+
+
+def _columns(
+    branch: list[CallRecord], trained: list[bool]
+) -> tuple[list[int], list[float], list[int], list[bool]]:
+    """(token_ids, logprobs, versions, loss_mask), each [L]."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    mask: list[bool] = []
+    for call, train in zip(branch, trained, strict=True):
+        if call.shared != len(ids):
+            raise ValueError(
+                f"call {call.call_id} continues {call.shared} tokens, but its parent has {len(ids)}"
+            )
+        n, m = len(call.suffix_ids), len(call.output_ids)
+        ids += call.suffix_ids
+        ids += call.output_ids
+        mask += [False] * n + [train] * m
+        if call.state in EXACT:
+            logprobs += [0.0] * n
+            logprobs += call.logprobs
+            versions += [NOT_SAMPLED] * n
+            for start, end, version in call.spans:
+                versions += [version] * (end - start)
+        else:
+            logprobs += [0.0] * (n + m)
+            versions += [NOT_SAMPLED] * (n + m)
+    return ids, logprobs, versions, mask
