@@ -67,3 +67,12 @@ def export(lm: PreTrainedModel, folder: Path, source: Path, *, write: bool) -> P
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def point_latest(folder: Path) -> None:
+    """Make the symbolic link `latest` beside `folder` name it; a reader sees the old or the new one."""
+    link = folder.with_name("latest")
+    temporary = folder.with_name(f".latest.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.replace(link)

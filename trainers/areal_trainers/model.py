@@ -69,6 +69,7 @@ class Policy(nn.Module):
             return token_logprobs(logits, micro.labels, micro.temperatures)
         hidden = self.lm.base_model(**inputs).last_hidden_state[0].index_select(0, micro.predict)
         head = self.lm.get_output_embeddings()
+        assert head is not None
         return head_logprobs(head, self.lm.config.vocab_size, hidden, micro.labels, micro.temperatures)
 
 
@@ -78,7 +79,8 @@ def shard(lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype = to
     Gradients are reduced in float32 and averaged over ranks (FSDP's way): a loss summed over ranks has
     to be multiplied by their number.
     """
-    policy = Policy(lm.to(mesh.device_type))
+    lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
+    policy = Policy(lm)
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=torch.float32,

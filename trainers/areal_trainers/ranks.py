@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_trainers.platform import Platform
@@ -47,6 +49,10 @@ class Ranks:
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
+        """Element-wise sum of float64 arrays over ranks (float32 where the device has no float64)."""
+        return np.asarray(self._reduce(values.tolist(), dist.ReduceOp.SUM)) if self.size > 1 else values
+
     def broadcast_bytes(self, blob: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
         if self.size == 1:
@@ -73,7 +79,8 @@ def join_ranks(platform: Platform) -> Iterator[Ranks]:
     if dist.is_initialized():
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, _mesh(platform, dist.get_world_size()))
         return
-    store = dist.HashStore() if alone else None
+    # A single rank needs no rendezvous, so it opens no port.
+    store = HashStore() if size == 1 else None
     dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     try:
         yield Ranks(rank, size, device, _mesh(platform, size))

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class Platform(Protocol):
@@ -52,9 +52,7 @@ class Platform(Protocol):
 
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
-    def process_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, loopback: bool
-    ) -> Any:
+    def process_group(self, store: Store, rank: int, size: int, timeout: timedelta, *, loopback: bool) -> Any:
         """A collective group of its own over `store`, outside torch's default group.
 
         Blocks until all `size` members have connected or `timeout` is over (RuntimeError).

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class CpuPlatform:
     name = "cpu"
     backend = "gloo"
-    visible_devices_env = None
+    visible_devices_env: str | None = None
     default_dtype = torch.float32
     attention = "sdpa"
 
@@ -48,10 +49,8 @@ class CpuPlatform:
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def process_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, loopback: bool
-    ) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+    def process_group(self, store: Store, rank: int, size: int, timeout: timedelta, *, loopback: bool) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timeout
         # Without this gloo binds whatever the host name resolves to, which need not be reachable.
         make = dist.ProcessGroupGloo.create_device

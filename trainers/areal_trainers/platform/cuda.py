@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class CudaPlatform:
     name = "cuda"
     backend = "nccl"
-    visible_devices_env = "CUDA_VISIBLE_DEVICES"
+    visible_devices_env: str | None = "CUDA_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
     attention = "sdpa"
 
@@ -47,9 +48,7 @@ class CudaPlatform:
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
 
-    def process_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, loopback: bool
-    ) -> Any:
+    def process_group(self, store: Store, rank: int, size: int, timeout: timedelta, *, loopback: bool) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class NpuPlatform:
     name = "npu"
     backend = "hccl"
-    visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+    visible_devices_env: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
     attention = "sdpa"
 
@@ -57,9 +57,7 @@ class NpuPlatform:
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._npu.set_rng_state(state)
 
-    def process_group(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, *, loopback: bool
-    ) -> Any:
+    def process_group(self, store: Store, rank: int, size: int, timeout: timedelta, *, loopback: bool) -> Any:
         c10d = importlib.import_module("torch_npu._C._distributed_c10d")
         options = c10d.ProcessGroupHCCL.Options()
         options._timeout = timeout

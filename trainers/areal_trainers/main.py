@@ -1,0 +1,144 @@
+"""`python -m areal_trainers.main --run-dir DIR`, one process per rank, started by torchrun.
+
+Reads RUN_DIR/config.json and the environment (AREAL_GATEWAY_URL, AREAL_ADMIN_KEY). Ends with code 0, or
+with one sentence on stderr and code 1; on SIGTERM it gives its lease back and ends with code 143.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from areal_agent.config import RunConfig
+from areal_agent.errors import ArealError, ConfigError
+from areal_agent.rundir import RunDir
+from areal_trainers import checkpoint
+from areal_trainers.client import TrainerClient
+from areal_trainers.clock import Clock
+from areal_trainers.learner import Learner
+from areal_trainers.model import load_causal_lm, shard
+from areal_trainers.optim import Optimizer
+from areal_trainers.platform import Platform, get_platform
+from areal_trainers.ranks import Ranks, join_ranks
+from areal_trainers.records import Records
+from areal_trainers.source import BatchSource
+from areal_trainers.trainer import train
+from areal_trainers.weights_sender import WeightsSender, wire_dtype
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGINT came. No Exception, so that nothing on the way takes it for a failure to handle."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_trainers.main", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--run-dir", required=True, type=Path, help="folder that holds config.json")
+    run = RunDir(parser.parse_args(argv).run_dir)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _terminate)
+    transformers_logging.disable_progress_bar()
+    try:
+        config = run.read_config()
+        platform = get_platform(config.trainer.platform)
+        with join_ranks(platform) as ranks:
+            run_training(config, run, platform, ranks, gateway_address(run, os.environ))
+    except ArealError as e:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"areal_trainers: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        return 1
+    except Terminated:
+        return 143
+    return 0
+
+
+def run_training(
+    config: RunConfig, run: RunDir, platform: Platform, ranks: Ranks, address: tuple[str, str]
+) -> None:
+    """Build the parts, train, and write the final checkpoint and trainer.json."""
+    check(config)
+    torch.manual_seed(config.trainer.seed)
+    t = config.trainer
+    clock = Clock(platform.synchronize)
+    client = TrainerClient(*address) if ranks.first else None
+    records = Records(run if ranks.first else None, client, lambda: platform.memory()[0])
+    source = BatchSource(client, ranks, config)
+    error: str | None = "terminated by a signal"
+    final: Path | None = None
+    sender: WeightsSender | None = None
+    try:
+        lm = load_causal_lm(config.model)
+        policy = shard(lm, ranks.mesh, getattr(torch, t.compute_dtype))
+        optimizer = Optimizer(
+            policy.parameters(),
+            learning_rate=t.learning_rate,
+            betas=t.adam_betas,
+            eps=t.adam_eps,
+            weight_decay=t.weight_decay,
+            warmup_steps=t.warmup_steps,
+            grad_clip=t.grad_clip,
+        )
+        sender = WeightsSender(
+            lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet)
+        )
+        train(config, Learner(policy, optimizer, ranks, t, clock), source, sender, records, clock)
+        folder = run.path / "checkpoints" / f"step-{t.steps:06d}"
+        final = checkpoint.export(lm, folder, Path(config.model), write=ranks.first)
+        if ranks.first:
+            checkpoint.point_latest(folder)
+        error = None
+    except ArealError as e:
+        error = f"{type(e).__name__}: {e}"
+        raise
+    except Exception as e:
+        error = f"{type(e).__name__}: {e}; the traceback is in logs/trainer.log"
+        raise
+    finally:
+        source.give_back()
+        if sender is not None:
+            sender.close()
+        records.finish(final, error)
+        if client is not None:
+            client.close()
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for settings under which recorded logprobs mean something else than ours."""
+    s = config.sampling
+    if s.top_p != 1.0 or s.top_k != 0:
+        raise ConfigError(
+            f"sampling.top_p = {s.top_p:g}, sampling.top_k = {s.top_k}: the engine's logprobs are then of a "
+            "truncated distribution, which the trainer does not compute; train with top_p 1 and top_k 0"
+        )
+    if not config.model:
+        raise ConfigError("`model` is not set; give the Hugging Face folder the policy starts from")
+
+
+def gateway_address(run: RunDir, env: Mapping[str, str]) -> tuple[str, str]:
+    """(url, admin key) from the environment, else from the run folder."""
+    url = env.get("AREAL_GATEWAY_URL") or (run.read("gateway.json") or {}).get("url")
+    if not url:
+        raise ConfigError(
+            f"no gateway: AREAL_GATEWAY_URL is not set and {run.path} holds no gateway.json; start "
+            "`areal-agent gateway` first"
+        )
+    return url, env.get("AREAL_ADMIN_KEY") or run.admin_key()
+
+
+def _terminate(signum: int, _: object) -> None:
+    # Once is enough: a second signal must not break off the giving back of the lease.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise Terminated(signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The training loop: lease, compare, re-evaluate, step, push, confirm.
+
+Invariant: version v of the fleet is the policy after v batches; a batch is acked only after the version
+it made is live, so that a crash anywhere repeats it rather than losing it.
+"""
+
+from __future__ import annotations
+
+from areal_agent.config import RunConfig
+from areal_trainers.batch import check_gap, prepare
+from areal_trainers.clock import Clock
+from areal_trainers.learner import Learner
+from areal_trainers.records import Records
+from areal_trainers.source import BatchSource
+from areal_trainers.weights_sender import WeightsSender
+
+
+def train(
+    config: RunConfig,
+    learner: Learner,
+    source: BatchSource,
+    sender: WeightsSender,
+    records: Records,
+    clock: Clock,
+) -> None:
+    """Train for `trainer.steps` batches. Raises an ArealError when training cannot go on."""
+    for version in range(config.trainer.steps):
+        with clock("lease"):
+            batch = source.next()
+        work = prepare(
+            batch,
+            version=version,
+            max_staleness=config.rollout.max_staleness,
+            normalise=config.trainer.advantage_std,
+        )
+        with clock("proximal"):
+            proximal, entropy = learner.logprobs(work.items)
+        gap = check_gap(work, proximal, config.trainer.logprob_gap_bound)
+        update = learner.update(work.items, proximal, seed=config.trainer.seed + version)
+        with clock("broadcast"):
+            pushed = sender.push(version + 1)
+        source.ack()
+        records.step(
+            version + 1,
+            work.metrics
+            | update.metrics
+            | {"entropy": entropy, "logprob_gap": gap.value, "logprob_gap_tokens": gap.tokens}
+            | {"pause_s": pushed.pause_s, "weight_attempts": pushed.attempts, "engines": pushed.engines}
+            | {f"{phase}_s": seconds for phase, seconds in clock.lap().items()},
+        )

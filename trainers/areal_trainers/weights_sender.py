@@ -1,0 +1,257 @@
+"""New weights into the engines: the trainer's half of the weight transaction.
+
+Invariant: `push(v)` returns only after the gateway committed v; otherwise it raises, the update was
+aborted and the group freed, so that no engine waits in a broadcast.
+
+Rank 0 keeps one TCPStore for its life, bound to loopback. Every epoch of the weight group has its own
+prefix in it, and rank 0 of the trainer is rank 0 of that group. FSDP shards are gathered tensor by tensor
+(all ranks take part), cast to the wire dtype, and packed into one reused buffer of a bucket's size.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from areal_agent.config import FleetConfig, WeightsConfig
+from areal_agent.errors import GatewayError, WeightUpdateError
+from areal_agent.weights import Bucket, checksum, plan
+from areal_trainers.checkpoint import unique_tensors
+from areal_trainers.client import ANSWER_S, TrainerClient
+from areal_trainers.platform import Platform
+from areal_trainers.ranks import Ranks
+
+MIB = 2**20
+LOOPBACK = "127.0.0.1"
+RETRY_PAUSE_S = 1.0
+"""Between two epochs: an engine that broke is taken out meanwhile."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A committed update: seconds that engines were paused, received and loaded; engines; epochs tried."""
+
+    version: int
+    pause_s: float
+    receive_s: float
+    load_s: float
+    engines: int
+    attempts: int
+
+
+def wire_dtype(weights: WeightsConfig, fleet: FleetConfig) -> str:
+    """The engines' dtype where the run pins one, else float32, which every engine can round from."""
+    for chosen in (weights.dtype, fleet.dtype):
+        if chosen != "auto":
+            return chosen
+    return "float32"
+
+
+class WeightsSender:
+    """Pushes `lm`'s weights. Every rank makes one and calls `push` with the others.
+
+    Args:
+        client: of rank 0; None on the other ranks.
+        dtype: wire dtype, a name of areal_agent.weights.ITEM_BYTES.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        client: TrainerClient | None,
+        ranks: Ranks,
+        platform: Platform,
+        config: WeightsConfig,
+        dtype: str,
+    ) -> None:
+        self._client, self._ranks, self._platform, self._config = client, ranks, platform, config
+        if config.backend not in ("auto", platform.backend):
+            raise WeightUpdateError(
+                f"weights.backend = {config.backend} but platform {platform.name} broadcasts with "
+                f"{platform.backend}; leave it auto"
+            )
+        self._tensors = dict(unique_tensors(lm))
+        self._dtype = getattr(torch, dtype)
+        self.manifest = plan(
+            [(name, dtype, tuple(t.shape)) for name, t in self._tensors.items()], int(config.bucket_mib * MIB)
+        )
+        size = max(b.nbytes for b in self.manifest.buckets)
+        self._buffer = torch.zeros(size if ranks.first else 0, dtype=torch.uint8, device=ranks.device)
+        self._store = _loopback_store(config.join_timeout_s) if ranks.first else None
+        self._group: Any = None
+
+    def push(self, version: int, *, force: bool = False) -> Pushed:
+        """Make `version` live in the fleet. Raises WeightUpdateError when no attempt committed.
+
+        `force` allows a version that does not follow the fleet's (a resumed trainer).
+        """
+        for attempt in range(1, self._config.retries + 2):
+            try:
+                return self._attempt(version, attempt, force)
+            except WeightUpdateError as e:
+                if not e.retry or attempt > self._config.retries:
+                    raise WeightUpdateError(
+                        f"version {version} did not reach the engines in {attempt} "
+                        f"attempt{'s' if attempt > 1 else ''}: {e}; see logs/gateway.log and the engines' logs"
+                    ) from e
+                if self._ranks.first:
+                    print(f"areal_trainers: offering version {version} again in a new epoch: {e}", flush=True)
+                time.sleep(RETRY_PAUSE_S)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            _free(group)
+
+    # One attempt. Rank 0 talks; after each stage all ranks learn whether it went well.
+
+    def _attempt(self, version: int, attempt: int, force: bool) -> Pushed:
+        update: dict[str, Any] = {}
+        try:
+            self._agree(lambda: update.update(self._begin(version, force)))
+            checksums: list[str] = []
+            end = time.monotonic() + self._config.transfer_timeout_s
+            for bucket in self.manifest.buckets:
+                self._pack(bucket)
+                self._agree(lambda b=bucket: checksums.append(self._send(b, end)))
+            result: dict[str, Any] = {}
+            self._agree(lambda: result.update(self._commit(version, update["update_id"], checksums)))
+        except BaseException as e:
+            # Also for a signal: an update left open would hold engines until its deadline.
+            self._drop(update.get("update_id"), f"{type(e).__name__}: {e}")
+            raise
+        return Pushed(
+            version=version,
+            pause_s=float(result.get("pause_s", 0.0)),
+            receive_s=float(result.get("receive_s", 0.0)),
+            load_s=float(result.get("load_s", 0.0)),
+            engines=int(result.get("engines", 0)),
+            attempts=attempt,
+        )
+
+    def _agree(self, stage: Any) -> None:
+        """Run `stage` on rank 0; every rank raises WeightUpdateError when it failed there."""
+        error: WeightUpdateError | None = None
+        if self._ranks.first:
+            try:
+                stage()
+            except WeightUpdateError as e:
+                error = e
+            except GatewayError as e:
+                error = WeightUpdateError(str(e), retry=e.code != "weights_held" and e.status != 401)
+                error.__cause__ = e
+            except (RuntimeError, OSError) as e:  # what torch.distributed raises; TimeoutError is an OSError
+                error = WeightUpdateError(f"{type(e).__name__}: {e}", retry=True)
+                error.__cause__ = e
+        code = self._ranks.max([0.0 if error is None else 1.0 if error.retry else 2.0])[0]
+        if error is not None:
+            raise error
+        if code:
+            raise WeightUpdateError(
+                "rank 0 could not update the engines; its log says why", retry=code == 1.0
+            )
+
+    def _begin(self, version: int, force: bool) -> dict[str, Any]:
+        assert self._client is not None
+        assert self._store is not None
+        c = self._config
+        update = self._client.begin(
+            version=version,
+            manifest=self.manifest,
+            store={"host": LOOPBACK, "port": self._store.port},
+            backend=self._platform.backend,
+            force=force,
+            timeout_s=c.join_timeout_s + 3 * c.pause_timeout_s + ANSWER_S,
+        )
+        try:
+            if update["join"]:
+                self.close()
+                self._group = self._platform.process_group(
+                    PrefixStore(f"areal/{update['epoch']}", self._store),
+                    0,
+                    update["world_size"],
+                    timedelta(seconds=c.join_timeout_s),
+                    loopback=True,
+                )
+            elif self._group is None:
+                raise WeightUpdateError("the gateway reuses a group that this trainer has left", retry=True)
+        except BaseException as e:
+            self._drop(update["update_id"], f"{type(e).__name__}: {e}")
+            raise
+        return update
+
+    def _pack(self, bucket: Bucket) -> None:
+        """Gather, cast and lay a bucket's tensors into the buffer (on rank 0)."""
+        for spec in bucket.tensors:
+            value = self._tensors[spec.name]
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if self._ranks.first:
+                raw = whole.to(self._dtype).contiguous().view(-1).view(torch.uint8)
+                self._buffer[spec.offset : spec.offset + spec.nbytes].copy_(raw)
+
+    def _send(self, bucket: Bucket, end: float) -> str:
+        flat = self._buffer[: bucket.nbytes]
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
+        self._group.broadcast([flat], options).wait()
+        return checksum(flat.view(torch.int32))
+
+    def _commit(self, version: int, update_id: str, checksums: list[str]) -> dict[str, Any]:
+        """Commit; where no answer came, ask again: a commit that is under way answers the repetition."""
+        assert self._client is not None
+        c = self._config
+        timeout_s = c.transfer_timeout_s + 6 * c.pause_timeout_s + ANSWER_S
+        try:
+            result = self._client.commit(update_id, checksums, timeout_s)
+        except GatewayError as e:
+            if e.code != "no_answer":
+                raise
+            result = self._client.commit(update_id, checksums, timeout_s)
+        if result.get("version") != version:
+            raise WeightUpdateError(
+                f"the gateway committed version {result.get('version')} where {version} was offered",
+                retry=False,
+            )
+        return result
+
+    def _drop(self, update_id: str | None, reason: str) -> None:
+        self.close()
+        if self._client is not None and update_id is not None:
+            try:
+                self._client.abort(update_id, reason)
+            except GatewayError as e:
+                print(f"areal_trainers: update {update_id} ends only at its deadline: {e}", flush=True)
+
+
+def _loopback_store(timeout_s: float) -> TCPStore:
+    """A store that listens on loopback only; by itself TCPStore would listen on every address."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=128)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        None,
+        True,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _free(group: Any) -> None:
+    """End whatever the group still waits for. Older torch has no abort on some backends."""
+    end = getattr(group, "abort", None) or getattr(group, "shutdown", None)
+    if end is not None:
+        end()
