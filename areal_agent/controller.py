@@ -105,7 +105,7 @@ class Streak:
             return
         self.length += 1
         self._first = self._first or failure
-        if self.length > self._bound:
+        if self.length == self._bound + 1:  # once: the sessions beside it are being stopped by it
             name = type(self._first).__name__
             raise self._error(
                 f"{self._what} failed in {self.length} sessions in a row, more than rollout.max_failures = "
@@ -173,7 +173,7 @@ class RolloutController:
             async with asyncio.TaskGroup() as groups:
                 await self._admit(groups, tasks)
         except BaseExceptionGroup as errors:
-            raise unwrap(errors) from None
+            raise unwrap(errors) from unwrap(errors).__cause__
         finally:
             watch.cancel()
 
@@ -249,7 +249,7 @@ async def gather(runs: Sequence[Any]) -> list[Any]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run) for run in runs]
     except BaseExceptionGroup as errors:
-        raise unwrap(errors) from None
+        raise unwrap(errors) from unwrap(errors).__cause__
     return [task.result() for task in tasks]
 
 

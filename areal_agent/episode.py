@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class EpisodeRunner:
         self.outcomes: Counter[str] = Counter()
         self.silent = 0
         self.silence = ""
+        self._told: set[str] = set()
 
     async def run(
         self,
@@ -101,13 +102,15 @@ class EpisodeRunner:
         """
         async with slots:
             start = time.monotonic()
-            session = await self.gateway.open_session(
-                item.task_id,
-                purpose=purpose,
-                group_id=group_id,
-                group_size=group_size,
-                sampling=sampling,
-                deadline_s=self._deadline_s,
+            session = await _opened(
+                self.gateway.open_session(
+                    item.task_id,
+                    purpose=purpose,
+                    group_id=group_id,
+                    group_size=group_size,
+                    sampling=sampling,
+                    deadline_s=self._deadline_s,
+                )
             )
             try:
                 result, binding, error = await self._run_agent(item, session)
@@ -140,7 +143,8 @@ class EpisodeRunner:
             raise
         except (Exception, SystemExit) as e:  # sys.exit() in an agent ends its session, not the run
             kind = "timeout" if isinstance(e, TimedOut) else "failed"
-            if self.outcomes[kind] == 0:
+            if kind not in self._told:
+                self._told.add(kind)
                 log.warning(
                     "the agent %s on task %s; the session counts as %s. Further ones are counted only.",
                     f"did not finish: {e}" if kind == "timeout" else "raised",
@@ -188,11 +192,35 @@ def silence(binding: Binding | None) -> str:
     )
 
 
+async def _opened(opening: Coroutine[Any, Any, Session]) -> Session:
+    """The session; a cancellation meanwhile waits for it and seals it, else nobody would."""
+    task = asyncio.ensure_future(opening)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await _outlast(task)
+        if task.done() and not task.cancelled() and task.exception() is None:
+            await _seal_quietly(task.result(), "the run was stopped")
+        task.cancel()
+        raise
+
+
 async def _seal_quietly(session: Session, reason: str) -> None:
     """Best effort on the way out: the gateway's own deadline seals what this cannot reach."""
-    with contextlib.suppress(GatewayError, TimeoutError, asyncio.CancelledError):
-        async with asyncio.timeout(CANCELLED_SEAL_S):
-            await session.seal("failed", reason)
+    task = asyncio.ensure_future(session.seal("failed", reason))
+    await _outlast(task)
+    if not task.done():
+        task.cancel()
+    elif not task.cancelled() and isinstance(task.exception(), GatewayError):
+        log.info("session %s was left to the gateway's deadline: %s", session.id, task.exception())
+
+
+async def _outlast(task: asyncio.Future[Any]) -> None:
+    """Wait for `task` at most CANCELLED_SEAL_S, through further cancellations (nested groups send several)."""
+    end = time.monotonic() + CANCELLED_SEAL_S
+    while not task.done() and time.monotonic() < end:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=end - time.monotonic())
 
 
 def _describe(error: BaseException) -> str:

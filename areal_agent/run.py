@@ -194,7 +194,7 @@ class Run:
                 for task in work:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise unwrap(errors) from None
+            raise unwrap(errors) from unwrap(errors).__cause__
         await self._look()
         return finished
 

@@ -28,8 +28,8 @@ GATEWAY_GRACE_S = 20.0
 TRAINER_GRACE_S = 10.0
 """torchrun passes SIGTERM on to its ranks and waits for them."""
 
-BIND_S = 60.0
-"""The gateway binds before its engines are up; importing its libraries takes seconds, not this."""
+SETUP_S = 60.0
+"""What the gateway needs besides its engines: importing its libraries, loading the tokenizer."""
 
 TROUBLE = re.compile(r"error|exception|traceback|refus|cannot|fail|killed|no such", re.IGNORECASE)
 
@@ -43,21 +43,22 @@ class Services:
         self._processes: dict[str, Guarded] = {}
 
     async def start_gateway(self) -> GatewayClient:
-        """Returns once it answers; its engines may still be starting (see `engines_ready`).
+        """Returns once it answers, which is when its engines are up.
 
-        Raises GatewayError when it ends instead, or does not bind in time.
+        Raises GatewayError when it ends instead (a port taken, no engine came up), or takes too long.
         """
         (self.run.path / "gateway.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "areal_agent.cli", "gateway", "--run-dir", str(self.run.path)]
         process = await Guarded.astart(command, log_path=self.run.log("gateway"), grace=GATEWAY_GRACE_S)
         self._processes["gateway"] = process
-        end = time.monotonic() + BIND_S
+        limit = SETUP_S + self._engine_start_s()
+        end = time.monotonic() + limit
         while (info := self.run.read("gateway.json")) is None:
             if not process.running:
                 raise self._death("gateway")
             if time.monotonic() > end:
                 raise GatewayError(
-                    f"the gateway did not bind within {BIND_S:g} s{self._last_words('gateway')}"
+                    f"the gateway was not ready within {limit:g} s{self._last_words('gateway')}"
                 )
             await asyncio.sleep(0.05)
         client = GatewayClient(info["url"], self.run.admin_key())
@@ -76,7 +77,7 @@ class Services:
 
         Raises EngineError when none does in `fleet.start_timeout_s` (and a restart), with the fleet's reason.
         """
-        limit = self.config.fleet.start_timeout_s * (1 + min(1, self.config.fleet.max_restarts))
+        limit = self._engine_start_s()
         end = time.monotonic() + limit
         while True:
             status = await client.status()
@@ -142,6 +143,10 @@ class Services:
         for name in ("trainer", "gateway"):
             if name in self._processes:
                 await self._processes[name].aterminate()
+
+    def _engine_start_s(self) -> float:
+        """Seconds an engine may take to start, one restart included."""
+        return self.config.fleet.start_timeout_s * (1 + min(1, self.config.fleet.max_restarts))
 
     def _death(self, name: str) -> ArealError:
         code = self._processes[name].poll()

@@ -31,7 +31,7 @@ def test_every_form_gives_the_same_tasks(tmp_path, kind):
 
 
 def test_a_missing_parquet_reader_or_file_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="pyarrow|cannot read"):
+    with pytest.raises(ConfigError, match=r"pyarrow|cannot read"):
         load(tmp_path / "a.parquet")
 
 

@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from processes import alive, wait_for
 
 from areal_agent.errors import ArealError
 from areal_agent.launch import guard
@@ -48,21 +48,6 @@ def read_tree(path: Path) -> tuple[list[int], int]:
     wait_for(path.exists, 20)
     *pids, port = map(int, path.read_text().split())
     return pids, port
-
-
-def wait_for(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "condition did not come true in time"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return f.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 def assert_gone(pids: list[int], port: int, seconds: float = 15) -> None:

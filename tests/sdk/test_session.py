@@ -36,7 +36,7 @@ async def test_open_reward_seal_inspect(client, standin):
 async def test_a_refusal_carries_status_code_and_words(client):
     session = await client.open_session("7")
     await session.seal()
-    with pytest.raises(GatewayError, match="refused POST .* status 409: sealed") as e:
+    with pytest.raises(GatewayError, match=r"refused POST .* status 409: sealed") as e:
         await session.reward(1.0)
     assert (e.value.status, e.value.code) == (409, "session_sealed")
 
