@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from areal_agent.errors import ArealError, ConfigError
@@ -235,15 +234,18 @@ def main(argv: list[str] | None = None) -> None:
     except ArealError as e:
         print(f"areal-agent: {e}", file=sys.stderr)
         code = 2 if isinstance(e, ConfigError) else 1
-    except click.ClickException as e:
-        e.show()
-        code = e.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("areal-agent: stopped", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # `areal-agent config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except Exception as e:
+        # A wrong option. Typer raises click's exceptions or, in newer versions, its own copies of them.
+        if not (hasattr(e, "show") and hasattr(e, "exit_code")):
+            raise
+        e.show()  # pyright: ignore[reportAttributeAccessIssue]
+        code = e.exit_code  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -7,6 +7,7 @@ groups are admitted oldest first and never dropped for being slow; a void group 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -156,6 +157,7 @@ class RolloutController:
             "Its traceback is in logs/controller.log",
         )
         self._void_sessions = 0
+        self._admitted = self.admission.accepted  # groups so far, which number the seeds
 
     def see_version(self, version: int) -> None:
         """The policy is at `version`: may admit more."""
@@ -183,25 +185,37 @@ class RolloutController:
             self._wake.clear()
             for _ in range(admission.room):
                 admission.admit()
-                groups.create_task(self._train_group(next(tasks)))
+                groups.create_task(self._train_group(next(tasks), self._admitted))
+                self._admitted += 1
             await self._wake.wait()
 
-    async def _train_group(self, item: Item) -> None:
-        group = await self.run_group(item, "train", self._config.rollout.group_size)
+    async def _train_group(self, item: Item, number: int) -> None:
+        group = await self.run_group(item, "train", self._config.rollout.group_size, number)
         self.admission.finish(accepted=not group.void)
         self._note_void(group)
         if self._on_group is not None:
             self._on_group(group)
         self._wake.set()
 
-    async def run_group(self, item: Item, purpose: Purpose, size: int) -> Group:
-        """`size` sessions of one task, side by side."""
+    async def run_group(self, item: Item, purpose: Purpose, size: int, number: int = 0) -> Group:
+        """`size` sessions of one task, side by side. `number`: which group of the run, for its seeds."""
         group_id = uuid.uuid4().hex
         runs = [
-            self._one(item, self._slots, purpose=purpose, group_id=group_id, group_size=size)
-            for _ in range(size)
+            self._one(
+                item,
+                self._slots,
+                purpose=purpose,
+                group_id=group_id,
+                group_size=size,
+                sampling=self._seeded(number, member),
+            )
+            for member in range(size)
         ]
         return Group(item, group_id, tuple(await gather(runs)))
+
+    def _seeded(self, number: int, member: int) -> dict[str, int] | None:
+        seed = self._config.sampling.seed
+        return None if seed is None else {"seed": session_seed(seed, number, member)}
 
     async def evaluate(self, items: Sequence[Item]) -> EvalResult:
         """Each task once, greedily; every sampled token is recorded and none is trained."""
@@ -233,6 +247,11 @@ class RolloutController:
                 f"{sum(e.sealed.trained_tokens == 0 for e in group.episodes)} no trainable call "
                 f"(calls of the last one: {dict(group.episodes[-1].sealed.calls)})"
             )
+
+
+def session_seed(seed: int, group: int, member: int) -> int:
+    """A seed per session: with the run's own, all sessions of a group would say the same."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {group} {member}".encode(), digest_size=4).digest(), "big")
 
 
 def unwrap(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections import Counter
@@ -103,6 +104,9 @@ class Run:
     async def __aexit__(self, *_: object) -> None:
         self._progress.phase = "stopping"
         await self._stack.aclose()
+        # SDK clients that agents left open close themselves when collected, which needs this very loop.
+        gc.collect()
+        await asyncio.sleep(0)
 
     @property
     def gateway(self) -> GatewayClient:

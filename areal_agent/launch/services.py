@@ -83,9 +83,10 @@ class Services:
             status = await client.status()
             engines = (status.get("fleet") or {}).get("engines") or []
             states = [str(e.get("state")) for e in engines]
-            if "serving" in states and not {"starting", "warming", "new"} & set(states):
+            late = time.monotonic() > end
+            if "serving" in states and (late or "starting" not in states):
                 return status
-            if time.monotonic() > end:
+            if late:
                 reason = (
                     status.get("last_error") or f"their states: {', '.join(states) or 'none was started'}"
                 )

@@ -7,11 +7,20 @@ from standin_gateway import ADMIN, StandIn
 
 from areal_agent.agents import AgentRunner
 from areal_agent.config import RunConfig
-from areal_agent.controller import RolloutController
+from areal_agent.controller import Group, RolloutController
 from areal_agent.episode import EpisodeRunner
 from areal_agent.observe import client_environment, observe, unobserve
 from areal_agent.rewards import RewardRunner
 from areal_agent.session import GatewayClient
+
+
+class Watched(RolloutController):
+    """Keeps the groups that finished, and what ran their sessions."""
+
+    def __init__(self, episodes, config):
+        self.groups: list[Group] = []
+        self.episodes = episodes
+        super().__init__(episodes, config, on_group=self.groups.append)
 
 
 @pytest.fixture
@@ -55,10 +64,6 @@ def controller(client, standin):
             session_timeout_s=config.rollout.session_timeout_s,
             reward_timeout_s=config.rollout.reward_timeout_s,
         )
-        groups = []
-        c = RolloutController(episodes, config, on_group=groups.append)
-        c.groups = groups
-        c.episodes = episodes
-        return c
+        return Watched(episodes, config)
 
     return build

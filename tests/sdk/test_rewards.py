@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from areal_agent.rewards.runner import as_reward
 from areal_agent.userland import TimedOut, TooManyAbandoned, Userland
 
 
-async def run(fn, *, timeout=5.0, task=None, result="r", **extras):
+async def run(fn: Any, *, timeout: float = 5.0, task: Any = None, result: Any = "r", **extras: Any):
     runner = RewardRunner(fn, timeout)
     return await runner.run(task or {}, result, extras), runner.counts
 
