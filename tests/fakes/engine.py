@@ -224,7 +224,9 @@ class FakeEngine:
         return not self._go.is_set()
 
     async def start(self, port: int = 0) -> str:
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
@@ -372,7 +374,11 @@ class FakeEngine:
         if body.get("model") not in (None, self.model):
             return _error(404, f"the model {body['model']} does not exist")
         if not prompt or len(prompt) >= self.max_model_len:
-            return _error(400, f"prompt of {len(prompt)} tokens does not fit {self.max_model_len}")
+            why = f"prompt of {len(prompt)} tokens does not fit {self.max_model_len}"
+            if not body.get("stream"):
+                return _error(400, why)
+            told = _event(_error_body(400, why)) + b"data: [DONE]\n\n"  # inside a 200, as vLLM does
+            return web.Response(body=told, content_type="text/event-stream")
         r = _Request(prompt, params)
         self.running.add(r)
         self._idle.clear()

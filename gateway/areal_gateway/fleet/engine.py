@@ -38,7 +38,8 @@ class EngineRefused(EngineError):
     """The engine answered with an error; it lives, and the same request would be refused again.
 
     Attributes:
-        status: HTTP status of the answer (500 for an error inside a stream).
+        status: HTTP status of the answer, or the code of an error inside a stream: vLLM streams even a
+            prompt that is too long (400) as an event of a 200.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -230,8 +231,12 @@ class _ReplyReader:
         except orjson.JSONDecodeError as e:
             raise EngineError(f"engine {self.url} sent an event that is not JSON: {data[:200]!r}") from e
         if error := event.get("error"):
-            text = error.get("message", error) if isinstance(error, dict) else error
-            raise EngineRefused(f"engine {self.url} failed after {self.n} tokens of a reply: {text}", 500)
+            told = error if isinstance(error, dict) else {"message": error}
+            code = told.get("code")
+            raise EngineRefused(
+                f"engine {self.url} failed after {self.n} tokens of a reply: {told.get('message')}",
+                code if isinstance(code, int) else 500,
+            )
         if not event.get("choices"):
             return None
         choice = event["choices"][0]

@@ -77,8 +77,9 @@ COMMON_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_O
 
 def _cpu(spec: LaunchSpec) -> EngineArgs:
     dtype = "float32" if spec.fleet.dtype == "auto" else spec.fleet.dtype
-    env = COMMON_ENV | {"VLLM_CPU_KVCACHE_SPACE": f"{spec.fleet.kv_cache_gib:g}"} | cpu_threads(spec)
-    return EngineArgs(_common(spec, dtype, "--enforce-eager"), env)
+    # VLLM_CPU_KVCACHE_SPACE says the same in whole GiB only.
+    cache = ["--kv-cache-memory-bytes", str(int(spec.fleet.kv_cache_gib * GIB))]
+    return EngineArgs(_common(spec, dtype, "--enforce-eager", *cache), COMMON_ENV | cpu_threads(spec))
 
 
 def _cuda(spec: LaunchSpec) -> EngineArgs:
@@ -234,6 +235,9 @@ def last_words(lines: Iterable[str]) -> str:
             line = shorter
         bare.append(line.rstrip())
     why = [s.strip() for s in bare if _SAYS_WHY.match(s) and not _SAYS_NOTHING.search(s)]
+    for i, s in enumerate(bare[:-1]):  # pydantic tells the reason in the line after
+        if "validation error" in s:
+            why.append(bare[i + 1].strip())
     chosen = list(dict.fromkeys(why))[:3] or [s for s in bare if s.strip()][-3:]
     return " | ".join(s[:500] for s in chosen) or "its log is empty"
 
