@@ -82,23 +82,41 @@ class Choice:
 def choose(groups: Seq[Group], *, want: int, max_staleness: int | None, version: int) -> Choice:
     """The lease rule, on groups that are neither void nor consumed.
 
-    With η = max_staleness at version v, every group opened at a version <= v - η must be in this batch: at
-    v + 1 it would be η + 1 versions old. If one of them is not ready, the batch waits for it. Such groups
-    are at most `want` while the controller admits at most (η + v + 1) · want groups up to version v.
+    A group opened at version u must be trained at version u + η at the latest (η = max_staleness), and one
+    batch is trained per version. So of the R(u) groups opened at u or before, this batch, at version v, has
+    to take at least R(u) - (u + η - v) · want, or the batches up to u + η cannot take them all. For u = v - η
+    these are all of them. If too few of them are ready, the batch waits: younger groups that are ready may
+    not overtake them any more. It is earliest-deadline-first scheduling.
+
+    While the controller admits at most (η + v + 1) · want groups up to version v, `want` groups are always
+    enough; where it admitted more, a batch is larger rather than staler.
     """
-    free = sorted((g for g in groups if g.lease_id is None), key=lambda g: g.admitted)
-    due = [] if max_staleness is None else [g for g in free if g.opened_version <= version - max_staleness]
-    late = [g for g in due if not g.ready]
-    if late:
-        return Choice(waiting_for=f"{len(late)} groups that are due, first {describe(late[0])}")
+    free = sorted((g for g in groups if g.lease_id is None), key=lambda g: (g.opened_version, g.admitted))
     ready = [g for g in free if g.ready]
-    if len(ready) < want:
+    needs = {} if max_staleness is None else _needs(free, want, max_staleness, version)
+    size = max([want, *needs.values()])
+    chosen = ready[:size]
+    for opened, need in needs.items():
+        taken = sum(g.opened_version <= opened for g in chosen)
+        if taken < need:
+            late = [g for g in free if g.opened_version <= opened and not g.ready]
+            return Choice(
+                waiting_for=f"{need - taken} of {len(late)} groups that are due, first {describe(late[0])}"
+            )
+    if len(chosen) < size:
         pending = next((g for g in free if not g.ready), None)
         first = f"; oldest open: {describe(pending)}" if pending else ""
-        return Choice(waiting_for=f"{want - len(ready)} more groups of {want}{first}")
-    chosen = {g.group_id for g in due}
-    fill = [g for g in ready if g.group_id not in chosen][: max(0, want - len(due))]
-    return Choice(tuple(sorted([*due, *fill], key=lambda g: g.admitted)))
+        return Choice(waiting_for=f"{size - len(chosen)} more groups of {size}{first}")
+    return Choice(tuple(sorted(chosen, key=lambda g: g.admitted)))
+
+
+def _needs(free: Seq[Group], want: int, max_staleness: int, version: int) -> dict[int, int]:
+    """u -> how many of the groups opened at u or before this batch must take; `free` is sorted by u."""
+    needs = {}
+    for count, group in enumerate(free, start=1):  # the last of each u counts, and overwrites
+        slack = max(0, group.opened_version + max_staleness - version)
+        needs[group.opened_version] = max(0, count - slack * want)
+    return needs
 
 
 def describe(group: Group) -> str:

@@ -34,6 +34,8 @@ QWEN3_TOKENS = (
     "</tool_response>",
 )
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+
 
 class Renderer(Protocol):
     """What is used of a renderer of the `renderers` package."""
@@ -283,6 +285,10 @@ def _load_tokenizer(folder: Path) -> Any:
     """tokenizer.json as it is; `AutoTokenizer` only where there is none (it may rewrite pre-tokenizers)."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if not any(
+        (folder / name).is_file() for name in TOKENIZER_FILES
+    ):  # else the library invents an empty one
+        raise ConfigError(f"there is no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}")
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         return kind.from_pretrained(str(folder), local_files_only=True)

@@ -169,7 +169,9 @@ class ScriptedWeights:
         self.fleet = fleet
         self.pending: int | None = None
 
-    async def begin(self, *, version: int, manifest: Any, store: Any, backend: str, force: bool = False) -> Any:
+    async def begin(
+        self, *, version: int, manifest: Any, store: Any, backend: str, force: bool = False
+    ) -> Any:
         if self.pending is not None or (version != self.fleet.version + 1 and not force):
             raise WeightUpdateError(f"version {version} does not follow {self.fleet.version}")
         self.pending = version
@@ -236,7 +238,9 @@ class Served:
             "POST", "/admin/sessions", {"task_id": task_id, "purpose": purpose, **fields}, 201
         )
 
-    async def seal(self, session: dict[str, Any], outcome: str = "finished", reward: float | None = None) -> Any:
+    async def seal(
+        self, session: dict[str, Any], outcome: str = "finished", reward: float | None = None
+    ) -> Any:
         if reward is not None:
             await self.reward(session, reward)
         return await self.admin("POST", f"/admin/sessions/{session['session_id']}/seal", {"outcome": outcome})
@@ -260,9 +264,7 @@ class Served:
     ) -> tuple[int, Any, Any]:
         """A raw chat completion: (status, headers, parsed body or bytes)."""
         all_headers = {"Authorization": f"Bearer {session['api_key']}", **(headers or {})}
-        async with self.http.post(
-            self.url + "/v1/chat/completions", json=body, headers=all_headers
-        ) as r:
+        async with self.http.post(self.url + "/v1/chat/completions", json=body, headers=all_headers) as r:
             raw = await r.read()
             return r.status, r.headers, json.loads(raw) if r.content_type == "application/json" else raw
 

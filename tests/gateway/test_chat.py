@@ -54,7 +54,7 @@ async def test_tool_markup_is_text_where_no_tool_was_offered(served: Served, cho
     assert reply.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("broken", ["<tool_call>\n{not json}\n</tool_call>", "<tool_call>\n{\"name\": \"calc"])
+@pytest.mark.parametrize("broken", ["<tool_call>\n{not json}\n</tool_call>", '<tool_call>\n{"name": "calc'])
 async def test_a_broken_tool_call_stays_visible(served: Served, broken: str) -> None:
     served.fleet.say("Hm. " + broken)
     session = await served.open()
@@ -70,7 +70,9 @@ async def test_a_reply_no_parser_can_read_is_text(served: Served) -> None:
     big = served.gateway.tokens
     old, big.context = big.context, 10**6
     try:
-        reply = await served.openai(session).chat.completions.create(model="m", messages=ASK, tools=[CALCULATOR])
+        reply = await served.openai(session).chat.completions.create(
+            model="m", messages=ASK, tools=[CALCULATOR]
+        )
     finally:
         big.context = old
     assert reply.choices[0].message.content == huge
@@ -94,7 +96,9 @@ async def test_logprobs_are_the_engines(served: Served) -> None:
     reply = await served.openai(session).chat.completions.create(model="m", messages=ASK, logprobs=True)
     asked = served.fleet.asked[0]
     content = reply.choices[0].logprobs.content
-    assert [t.logprob for t in content] == [logprob(asked.prompt_ids, i) for i in range(len(asked.output_ids))]
+    assert [t.logprob for t in content] == [
+        logprob(asked.prompt_ids, i) for i in range(len(asked.output_ids))
+    ]
     assert "".join(t.token for t in content) == "five<|im_end|>"
 
 
@@ -146,7 +150,8 @@ async def test_a_full_context_is_a_400_the_agent_can_recognise(served: Served) -
 async def test_sampling_is_pinned_whatever_the_agent_asks(served: Served) -> None:
     session = await served.open(sampling={"temperature": 0.5, "top_p": 0.9, "top_k": 7})
     status, headers, _ = await served.post(
-        session, {"messages": ASK, "temperature": 0.0, "top_p": 0.1, "top_k": 1, "seed": 3, "logit_bias": {"5": 100}}
+        session,
+        {"messages": ASK, "temperature": 0.0, "top_p": 0.1, "top_k": 1, "seed": 3, "logit_bias": {"5": 100}},
     )
     assert status == 200
     sampling = served.fleet.asked[0].sampling
@@ -212,7 +217,10 @@ async def test_fields_of_todays_sdks_are_never_an_error(served: Served, extra: d
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "text only",
+        ),
         ({"messages": ASK, "max_tokens": 0}, "max_completion_tokens"),
         ({"messages": ASK, "max_tokens": "many"}, "max_completion_tokens"),
         ({"messages": ASK, "n": 1000}, "n must be"),
