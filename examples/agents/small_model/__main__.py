@@ -1,0 +1,38 @@
+"""`python -m small_model FOLDER`: make the starting model, say how it goes, write it in one move."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+# One model of a million parameters gains nothing from threads that spin while they wait for one another.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from areal_agent.errors import ArealError
+from small_model.warm_start import RECIPE, WarmStartFailed, make
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m small_model", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder to write the model to; must not exist")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the questions")
+    arguments = parser.parse_args()
+    target: Path = arguments.folder
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        try:
+            made = make(Path(scratch), RECIPE, arguments.seed, say=lambda line: print(line, flush=True))
+        except (ArealError, WarmStartFailed) as e:
+            print(f"small_model: {e}", file=sys.stderr)
+            return 1
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(made, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
