@@ -22,7 +22,7 @@ from areal_agent.wire import MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
 from areal_gateway.fields import bad, choice, integer, labels, mapping, number, reward_value, text
-from areal_gateway.http import Handler, admin_error, answer, guarded, read_json
+from areal_gateway.http import Handler, admin_error, answer, guarded, read_json, route_of
 from areal_gateway.records import CallRecord, Outcome, Sampling, SessionHistory
 from areal_gateway.sessions import REWARD, summary
 from areal_gateway.trajectories import fold
@@ -61,9 +61,7 @@ def _with_key(handler: Handler) -> Handler:
     async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
         if not auth.same_key(auth.presented_key(request), gateway.admin_key):
             gateway.metrics.unauthorized.labels("admin").inc()
-            log.warning(
-                "unauthorized request to %s from %s", request.match_info.route.resource, request.remote
-            )
+            log.warning("unauthorized request to %s from %s", route_of(request), request.remote)
             raise GatewayError(
                 "this needs the admin key (RUN_DIR/admin.key) as `Authorization: Bearer`",
                 status=401,

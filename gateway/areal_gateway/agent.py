@@ -20,7 +20,7 @@ from areal_gateway.calls import CallRequest, Exchange
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import DIALECTS, Dialect, Served
 from areal_gateway.fields import reward_value, text
-from areal_gateway.http import JSON, Handler, answer, guarded, read_json
+from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
 from areal_gateway.sessions import REWARD, Session
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,7 @@ async def authenticate(gateway: Gateway, request: web.Request) -> Session:
     except GatewayError as e:
         if e.status == 401:
             gateway.metrics.unauthorized.labels("agent").inc()
-            log.warning(
-                "unauthorized request to %s from %s: %s", request.match_info.route.resource, request.remote, e
-            )
+            log.warning("unauthorized request to %s from %s: %s", route_of(request), request.remote, e)
         raise
 
 

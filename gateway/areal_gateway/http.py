@@ -41,6 +41,12 @@ async def read_json(request: web.Request) -> Any:
         raise GatewayError(f"the request body is no JSON: {e}", status=400, code="invalid_json") from e
 
 
+def route_of(request: web.Request) -> str:
+    """The path as it was declared; the path as it was asked for may hold a key."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "(unknown path)"
+
+
 def answer(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type=JSON)
 
@@ -61,14 +67,14 @@ def guarded(
         except GatewayError as e:
             error = e
         except LedgerError as e:
-            log.error("%s %s: %s", request.method, request.match_info.route.resource, e)
+            log.error("%s %s: %s", request.method, route_of(request), e)
             error = GatewayError(str(e), status=500, code="ledger_error")
         except web.HTTPException:
             raise
         except ConnectionResetError:  # the client left while it was being answered; there is nobody to tell
             raise
         except Exception:
-            log.exception("%s %s failed", request.method, request.match_info.route.resource)
+            log.exception("%s %s failed", request.method, route_of(request))
             error = GatewayError(
                 "the gateway failed on this request; its log says why", status=500, code="internal"
             )

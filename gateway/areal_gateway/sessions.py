@@ -264,7 +264,7 @@ class Sessions:
             if late:
                 log.error("session %s: %d calls did not stop within %g s", session.id, len(late), SEAL_WAIT_S)
         history = session.history
-        state, value = reward_of(history)
+        _, value = reward_of(history)
         trajectory = fold(history, value)
         trained = trainable_calls(history)
         seal = SealRecord(
@@ -302,7 +302,7 @@ class Sessions:
             session.id,
             outcome.value,
             counts,
-            state if value is None else value,
+            "missing" if value is None else value,
             seal.trained_tokens,
             f", error: {error}" if error else "",
         )

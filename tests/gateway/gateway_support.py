@@ -39,7 +39,7 @@ TRAINING_TEXT = [
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is two plus three?<|im_end|>",
 ]
 
-CALCULATOR = {
+CALCULATOR: Any = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -212,7 +212,7 @@ class Served:
         return str(self.server.make_url("")).rstrip("/")
 
     async def start(self) -> None:
-        await self.server.start_server()  # with handler_cancellation, as in production
+        await self.server.start_server(access_log=None)  # handler_cancellation is on, as in production
         self.http = aiohttp.ClientSession()
 
     async def stop(self) -> None:
@@ -254,7 +254,7 @@ class Served:
         tail = "?trajectory=1" if trajectory else ""
         return await self.admin("GET", f"/admin/sessions/{session['session_id']}{tail}")
 
-    def openai(self, session: dict[str, Any], **options: Any) -> AsyncOpenAI:
+    def openai(self, session: dict[str, Any], **options: Any) -> Any:
         client = AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], **options)
         self.clients.append(client)
         return client
@@ -285,5 +285,5 @@ def tool_call(name: str = "calculator", arguments: str = '{"expression": "2+3"}'
 
 async def eventually(true: Callable[[], Any], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not true():
+        while not true():  # noqa: ASYNC110 (what is waited for has no event to offer)
             await asyncio.sleep(0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def histories(draw: st.DrawFn) -> SessionHistory:
         cuts = sorted(draw(st.sets(st.integers(1, max(1, len(output) - 1)), max_size=2)) if output else set())
         cuts = [c for c in cuts if c < len(output)]
         edges = [0, *cuts, len(output)] if output else []
-        spans = tuple((a, b, draw(st.integers(0, 9))) for a, b in zip(edges, edges[1:], strict=False))
+        spans = tuple((a, b, draw(st.integers(0, 9))) for a, b in pairwise(edges))
         shared = lengths[parent] if parent is not None else 0
         exact = state in (CallState.COMPLETE, CallState.TRUNCATED)
         history.calls.append(
