@@ -71,6 +71,16 @@ def fake_command(*args: str) -> Callable[[LaunchSpec], EngineArgs]:
     return command
 
 
+async def until(
+    true: Callable[[], object], timeout_s: float = 5.0, context: Callable[[], object] = lambda: ""
+) -> None:
+    """Poll until it is true."""
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, f"not in {timeout_s} s: {context()}"
+        await asyncio.sleep(0.01)
+
+
 class Harness:
     """A fleet attached to fake engines, and what it reported."""
 
@@ -81,10 +91,7 @@ class Harness:
         return [e["state"] for e in self.fleet.status()["engines"]]
 
     async def until(self, true: Callable[[], object], timeout_s: float = 5.0) -> None:
-        end = time.monotonic() + timeout_s
-        while not true():
-            assert time.monotonic() < end, f"not in {timeout_s} s: {self.fleet.status()}"
-            await asyncio.sleep(0.01)
+        await until(true, timeout_s, lambda: self.fleet.status())
 
 
 @asynccontextmanager
