@@ -9,6 +9,8 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,6 +170,8 @@ def gateway(
         checks.installed(trainer=False)
     folder.admin_key()
     typer.echo(f"admin key: {folder.path / 'admin.key'}")
+    (folder.path / "gateway.json").unlink(missing_ok=True)  # of a gateway that was killed
+    threading.Thread(target=_announce, args=(folder,), daemon=True).start()
     # By name: the SDK must not depend on the gateway, which an agent's own environment does not have.
     importlib.import_module("areal_gateway.server").serve(folder.path)
 
@@ -204,6 +208,13 @@ def version() -> None:
                 continue
         else:
             typer.echo(f"{names[0]} not installed")
+
+
+def _announce(folder: Any) -> None:
+    """Print the gateway's address once it answers there."""
+    while (info := folder.read("gateway.json")) is None:
+        time.sleep(0.1)
+    typer.echo(f"gateway: {info['url']}")
 
 
 def _settings(job: Any, assignments: list[str] | None, named: dict[str, Any], run_dir: str | None) -> Any:
