@@ -315,6 +315,26 @@ async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(tmp_path: 
         assert result["engines"] == h.states().count("serving") >= 1
 
 
+async def test_a_worker_that_answers_nonsense_cannot_wedge_the_fleet(tmp_path: Path, monkeypatch) -> None:
+    """Before the switch nothing changed; within it the engines' weights are unknown, so none may serve."""
+    async with fake_fleet(tmp_path, 2, config=run_config(fleet={"max_restarts": 0})) as h:
+        begun = await begin(h, 1)
+        with monkeypatch.context() as m:
+            for e in h.engines:
+                m.setattr(e.receiver, "areal_status", lambda _: {"phase": "received"})
+            with pytest.raises(KeyError):
+                await h.fleet.weights.commit(begun["update_id"], simulated_checksums(1, 2))
+        assert not h.fleet.weights.running
+        assert (await reply(h))[1] == [(0, 20, 0)]
+        begun = await begin(h, 1)
+        for e in h.engines:
+            monkeypatch.setattr(e.receiver, "areal_load", lambda _: {"version": 1})
+        with pytest.raises(KeyError):
+            await h.fleet.weights.commit(begun["update_id"], simulated_checksums(1, 2))
+        assert "serving" not in h.states()
+        assert not h.fleet.weights.running
+
+
 async def test_no_token_is_decoded_with_weights_that_failed_to_load(tmp_path: Path) -> None:
     """Calls frozen in the broken engine move to the other one and are exact there."""
     async with fake_fleet(tmp_path, 2, step_s=0.002) as h:

@@ -111,7 +111,9 @@ class Member:
             self.client = EngineClient(f"http://127.0.0.1:{spec.port}", MODEL_NAME)
             offset = _size(log)
             try:
-                self.process = await Guarded.astart(args.command, env=os.environ | args.env, log_path=log)
+                # An engine has no use for the run's keys.
+                env = {k: v for k, v in os.environ.items() if not k.startswith("AREAL_")} | args.env
+                self.process = await Guarded.astart(args.command, env=env, log_path=log)
             except ArealError as e:
                 raise EngineError(f"{self.id}: {e}") from e
             try:

@@ -26,7 +26,7 @@ MODEL_NAME = "policy"
 EXTENSION = "areal_gateway.worker_extension.AREALWorkerExtension"
 
 TRAINER_GIB = 2.0
-"""Left free for the trainer and the gateway when `engines: auto` decides (1.3 GiB measured, small model)."""
+"""Left free for the trainer, the gateway and the agents when `engines: auto` decides."""
 
 GIB = 2**30
 

@@ -253,14 +253,20 @@ class WeightTransaction:
             except WeightUpdateError:
                 await self._resume_old(update)
                 raise
-        except (WeightUpdateError, asyncio.CancelledError) as e:
+        except BaseException as e:
             fleet.release()
-            await self._drop(update, update.dropped or str(e))
+            await self._drop(update, update.dropped or str(e) or repr(e))
             if update.dropped is not None:
                 raise WeightUpdateError(f"version {update.version} {update.dropped}", retry=True) from None
             raise
         try:
             return await self._switch(update, paused_at, receive_s)
+        except WeightUpdateError:
+            raise
+        except BaseException as e:  # nobody knows what the engines hold now
+            for member in update.members:
+                fleet.quarantine(member, f"the update to version {update.version} broke off: {e!r}")
+            raise
         finally:
             self._update = None
             self._set_phase("serving", update)
@@ -325,6 +331,7 @@ class WeightTransaction:
                 fleet.quarantine(other, f"took no part in the update to version {version}")
         self._set_phase("loading", update)
         loads = await step("load", lambda m: m.client.rpc("areal_load", {"version": version}, limit))
+        load_s = max((w["load_s"] for workers in loads for w in workers), default=0.0)
         self._set_phase("verifying", update)
         await step("label", label)
         await step("resume", lambda m: m.client.resume(limit))
@@ -339,7 +346,6 @@ class WeightTransaction:
         if len(alive) == len(update.members):
             self._group = update.group
         fleet.serve_current()
-        load_s = max((w["load_s"] for workers in loads for w in workers), default=0.0)
         result = {
             "version": version,
             "pause_s": pause_s,
