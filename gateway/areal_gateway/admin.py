@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 PURPOSES = ("train", "eval", "rollout")
 EVENT_IDLE_S = 10.0
+ERROR_CHARS = 4096
+"""Of an agent's error kept with its seal; a traceback may be longer than anybody reads."""
 
 
 def routes(app: web.Application) -> None:
@@ -208,7 +210,7 @@ async def reward_session(gateway: Gateway, request: web.Request) -> web.Response
 async def seal_session(gateway: Gateway, request: web.Request) -> web.Response:
     body = mapping(await read_json(request))
     outcome = Outcome(choice(body, "outcome", tuple(o.value for o in Outcome), Outcome.FINISHED.value))
-    error = text(body, "error", "")[:4096] or None
+    error = str(body.get("error") or "")[:ERROR_CHARS] or None
     return answer(summary(await gateway.sessions.seal(request.match_info["id"], outcome, error)))
 
 

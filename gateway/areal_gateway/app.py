@@ -12,6 +12,7 @@ from areal_agent.config import RunConfig
 from areal_gateway import admin, agent
 from areal_gateway.core import GATEWAY, Gateway, GatewayFleet
 from areal_gateway.events import EventBus
+from areal_gateway.http import admin_error, guarded, not_found
 from areal_gateway.ledger import Ledger
 from areal_gateway.tokens import Tokens
 
@@ -43,6 +44,7 @@ def create_app(
     )
     agent.routes(app)
     admin.routes(app)
+    app.router.add_route("*", "/{path:.*}", guarded(not_found, admin_error))
     app.cleanup_ctx.append(_watched)
     return app
 

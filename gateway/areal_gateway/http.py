@@ -47,6 +47,17 @@ def route_of(request: web.Request) -> str:
     return resource.canonical if resource is not None else "(unknown path)"
 
 
+async def not_found(_: Gateway, request: web.Request) -> web.StreamResponse:
+    """A wrong base_url is the usual reason why no call is ever seen: say so, on both sides."""
+    log.warning("%s from %s for a path that is not served", request.method, request.remote)
+    raise GatewayError(
+        f"there is no {request.method} {request.path} here; an agent's base_url is http://HOST:PORT/v1 (or "
+        "/s/KEY/v1), the admin plane is under /admin",
+        status=404,
+        code="unknown_path",
+    )
+
+
 def answer(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type=JSON)
 

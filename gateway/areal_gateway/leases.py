@@ -142,6 +142,8 @@ class Leases:
         self._ended: dict[str, LeaseEnd] = {}
         self._past: Counter[str] = Counter()
         self._changed = asyncio.Event()
+        self._starving: float | None = None
+        """When to say next whom the trainer waits for, over its many short polls; None: it does not wait."""
         self.multi_version_calls = 0
         """Distinct acked calls that were sampled under more than one version."""
 
@@ -205,26 +207,33 @@ class Leases:
     ) -> Batch | None:
         """A batch of `want` groups, or None when there was none within `wait_s`."""
         end = time.monotonic() + wait_s
-        say = time.monotonic() + SAY_S
         while True:
             self.expire()
             now = version()
             self._void_stale(max_staleness, now)
             choice = choose(list(self._groups.values()), want=want, max_staleness=max_staleness, version=now)
             if choice.groups:
+                self._starving = None
                 return await self._grant(choice.groups, now, lease_s)
+            self._say_whom(choice, now)
             left = end - time.monotonic()
             if left <= 0:
                 return None
-            if time.monotonic() >= say:
-                log.info("a lease at version %d waits for %s", now, choice.waiting_for)
-                say += SAY_S
             self._changed.clear()
             try:
                 async with asyncio.timeout(min(left, POLL_S)):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    def _say_whom(self, choice: Choice, version: int) -> None:
+        """Every SAY_S of waiting, who is waited for."""
+        now = time.monotonic()
+        if self._starving is None:
+            self._starving = now + SAY_S
+        elif now >= self._starving:
+            self._starving = now + SAY_S
+            log.info("the trainer waits, at version %d, for %s", version, choice.waiting_for)
 
     def _void_stale(self, max_staleness: int | None, version: int) -> None:
         """Never happens while admission keeps to its formula; a lease that was lost may cause it."""

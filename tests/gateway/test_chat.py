@@ -257,6 +257,13 @@ async def test_labels_come_from_headers_and_metadata(served: Served) -> None:
     assert call["labels"] == {"a": "1", "node": "planner"}
 
 
+async def test_a_wrong_base_url_is_told(served: Served) -> None:
+    session = await served.open()
+    client = served.openai({**session, "base_url": served.url})
+    with pytest.raises(openai.NotFoundError, match="base_url is"):
+        await client.chat.completions.create(model="m", messages=ASK)
+
+
 async def test_models_are_listed(served: Served) -> None:
     session = await served.open()
     names = [m.id async for m in served.openai(session).models.list()]

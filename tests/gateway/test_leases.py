@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.wire import MEDIA_TYPE, unpack
+from areal_gateway import leases
 from areal_gateway.leases import Group, choose
 from areal_gateway.records import Outcome, SealRecord
 from areal_gateway.tokens import Tokens
@@ -289,3 +291,16 @@ async def test_the_body_is_of_its_media_type(served: Served) -> None:
         served.url + "/admin/trajectories/lease", json={"groups": 1}, headers=headers
     ) as r:
         assert r.content_type == MEDIA_TYPE
+
+
+async def test_a_trainer_that_starves_hears_in_the_log_whom_it_waits_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "SAY_S", 0.02)
+    caplog.set_level(logging.INFO)
+    session = await served.open(group_id="slow", group_size=2)
+    for _ in range(4):
+        await lease(served, status=204, wait_s=0.03)
+    assert "group slow" in caplog.text
+    assert "1 never opened" in caplog.text
+    assert session["session_id"] in caplog.text
