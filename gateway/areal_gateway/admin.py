@@ -104,8 +104,9 @@ async def open_session(gateway: Gateway, request: web.Request) -> web.Response:
 
 
 def _sampling(gateway: Gateway, body: dict[str, Any], purpose: str) -> Sampling:
-    """The run's sampling with the session's overrides."""
-    base = Sampling(**gateway.config.sampling.model_dump())
+    """The run's sampling with the session's overrides; `seed` only where the session has its own."""
+    run = gateway.config.sampling
+    base = Sampling(run.temperature, run.top_p, run.top_k, run.max_tokens)
     raw = body.get("sampling")
     if raw is None:
         return base
@@ -119,7 +120,7 @@ def _sampling(gateway: Gateway, body: dict[str, Any], purpose: str) -> Sampling:
         top_p=number(asked, "top_p", base.top_p, low=1e-6, high=1.0),
         top_k=integer(asked, "top_k", base.top_k, low=0),
         max_tokens=integer(asked, "max_tokens", 0, low=1) or base.max_tokens,
-        seed=integer(asked, "seed", -1, low=0) if asked.get("seed") is not None else base.seed,
+        seed=None if asked.get("seed") is None else integer(asked, "seed", low=0),
     )
     if purpose == "train" and result.temperature == 0:
         raise bad(

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from areal_agent.errors import GatewayError
 from areal_gateway import auth
-from areal_gateway.calls import CallRequest, Exchange
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import DIALECTS, Dialect, Served
+from areal_gateway.exchange import CallRequest, Exchange
 from areal_gateway.fields import reward_value, text
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
 from areal_gateway.sessions import REWARD, Session

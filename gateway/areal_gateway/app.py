@@ -46,6 +46,7 @@ def create_app(
     admin.routes(app)
     app.router.add_route("*", "/{path:.*}", guarded(not_found, admin_error))
     app.cleanup_ctx.append(_watched)
+    app.on_shutdown.append(_abort_calls)
     return app
 
 
@@ -56,5 +57,9 @@ async def _watched(app: web.Application) -> AsyncIterator[None]:
     watch.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watch
-    if tasks := gateway.stop_calls():
+
+
+async def _abort_calls(app: web.Application) -> None:
+    """Before open connections are waited for: those wait for these calls."""
+    if tasks := app[GATEWAY].stop_calls():
         await asyncio.wait(tasks, timeout=STOP_S)

@@ -3,9 +3,8 @@
 Invariant: prepare changes nothing; a call is committed once, in exactly one state, and the client sees the
 end of its reply only after that is durable. When the last client leaves, the engine's work is cancelled.
 
-An Exchange is one request and its `n` sibling calls. It runs in a task of its own, and clients subscribe
-to it: the one that asked, and those that retry it. What it says is kept until all has been said, so a
-late subscriber gets everything from the beginning.
+A request runs as an Exchange in a task of its own, and clients subscribe to it: the one that asked, and
+those that retry it.
 """
 
 from __future__ import annotations
@@ -15,28 +14,26 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
+from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.fleet.types import Chunk, EngineSampling
-from areal_gateway.ledger import Ledger, LedgerError, call_rows
+from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
-from areal_gateway.records import REPLIED, CallRecord, CallState, Sampling, Span, floats, ints
-from areal_gateway.reply import Delta, Pace, ReplyFormat, ReplyStream, deltas_of, read_reply
+from areal_gateway.records import CallRecord, CallState, Sampling, Span, floats, ints
+from areal_gateway.reply import Pace, ReplyFormat, ReplyStream, read_reply
+from areal_gateway.rows import call_rows
 from areal_gateway.sessions import Session, check_open
 from areal_gateway.tokens import Tokens
 from areal_gateway.tree import Attachment, Cause, conversation
 
 log = logging.getLogger(__name__)
-
-RETRY_GRACE_S = 1.5
-"""How long a call outlives a client whose SDK retries (`x-stainless-retry-count`). Those back off 0.5 s, then
-1 s; without the grace a time-out would throw the reply away just before it is asked for again."""
 
 
 class Fleet(Protocol):
@@ -50,30 +47,6 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CallRequest:
-    """A request as a dialect read it; everything past this point knows no dialect.
-
-    `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
-    that looks like a tool call stays text. `max_tokens` None: as far as the context goes.
-    """
-
-    dialect: str
-    model: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    parse_tools: bool = False
-    n: int = 1
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
-    ignored: tuple[str, ...] = ()
-    labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """Where a request belongs and what it asks of the engine. Making one changed nothing."""
 
@@ -81,19 +54,6 @@ class Prepared:
     prompt_ids: list[int]
     shared: int
     sampling: EngineSampling
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """Something for the client: a delta of choice `index`, or its end (`record` given).
-
-    `logprobs` [k]: (token id, logprob) of the tokens sampled since the choice last said something.
-    """
-
-    index: int
-    delta: Delta | None = None
-    record: CallRecord | None = None
-    logprobs: tuple[tuple[int, float], ...] = ()
 
 
 def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
@@ -140,127 +100,6 @@ def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None
     h.update(f"{pinned.seed}|{sibling}|".encode())
     h.update(ints(prompt_ids).tobytes())
     return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF
-
-
-class Exchange:
-    """A running or finished request. Create with Calls.start."""
-
-    def __init__(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> None:
-        self.exchange_id = uuid4().hex
-        self.session = session
-        self.request = request
-        self.digest = digest
-        self.retry_key = retry_key
-        self.created = time.time()
-        self.records: list[CallRecord] = []
-        self.error: GatewayError | None = None
-        self.finished = False
-        self.task: asyncio.Task[None] | None = None
-        self.subscribers = 0
-        self.claims = 0
-        """Clients that ever asked for it; a retry prefers the exchange that fewest have claimed."""
-        self._said: list[Said] = []
-        self._changed = asyncio.Event()
-
-    @classmethod
-    def restored(cls, session: Session, records: list[CallRecord]) -> Exchange:
-        """A finished exchange read back from the ledger, to be replayed if all its calls were replied."""
-        head = records[0]
-        request = CallRequest(head.dialect, "", [], n=len(records))
-        self = cls(session, request, head.digest, head.retry_key)
-        self.exchange_id, self.created = head.exchange_id, head.started_at
-        self.records = sorted((r for r in records if r.state in REPLIED), key=lambda r: r.index)
-        self.finished, self.claims = True, 1
-        return self
-
-    @property
-    def delivered(self) -> bool:
-        return bool(self.records) and all(r.call_id in self.session.history.delivered for r in self.records)
-
-    @property
-    def replayable(self) -> bool:
-        """In progress, or ended with all its replies."""
-        return not self.finished or (self.error is None and len(self.records) == self.request.n)
-
-    def say(self, said: Said) -> None:
-        self._said.append(said)
-        self._wake()
-
-    def end(self, error: GatewayError | None) -> None:
-        self.error = error
-        self.finished = True
-        self.records.sort(key=lambda r: r.index)
-        self.request = replace(self.request, messages=[], tools=[])  # the records hold what is needed of them
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def abort(self, error: GatewayError) -> None:
-        """Stop the engine's work; its calls become `aborted` and whoever still listens gets `error`."""
-        if self.task is not None and not self.finished and self.error is None:
-            self.error = error
-            self.task.cancel()
-
-    @contextmanager
-    def subscribed(self, *, patient: bool) -> Iterator[None]:
-        """While inside, somebody listens. The last one to leave an unfinished exchange aborts it, after a
-        grace when their client is known to retry (`patient`)."""
-        self.subscribers += 1
-        self.claims += 1
-        try:
-            yield
-        finally:
-            self.subscribers -= 1
-            if not self.subscribers and not self.finished:
-                if patient:
-                    asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._abort_if_alone)
-                else:
-                    self._abort_if_alone()
-            self.forget()
-
-    def _abort_if_alone(self) -> None:
-        if not self.subscribers:
-            self.abort(GatewayError("the client left", status=499, code="client_left"))
-
-    async def wait(self) -> list[CallRecord]:
-        """All replies. Raises GatewayError."""
-        while not self.finished:
-            await self._changed.wait()
-        if self.error is not None:
-            raise self.error
-        return self.records
-
-    async def listen(self, idle_s: float) -> AsyncIterator[Said | None]:
-        """Everything from the beginning; None when nothing came for `idle_s`. Raises GatewayError."""
-        if self.finished and self.error is None and not self._said:
-            for record in self.records:
-                for delta in deltas_of(record.reply or {}):
-                    yield Said(record.index, delta)
-                pairs = tuple(zip(record.output_ids, record.logprobs, strict=True))
-                yield Said(record.index, record=record, logprobs=pairs)
-            return
-        at = 0
-        while True:
-            while at < len(self._said):
-                at += 1
-                yield self._said[at - 1]
-            if self.finished:
-                break
-            changed = self._changed
-            try:
-                async with asyncio.timeout(idle_s):
-                    await changed.wait()
-            except TimeoutError:
-                yield None
-        if self.error is not None:
-            raise self.error
-
-    def forget(self) -> None:
-        """Drop what was said once all was: a later replay is made from the records."""
-        if self.finished and not self.subscribers:
-            self._said = []
 
 
 class Sampled:

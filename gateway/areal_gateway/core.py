@@ -76,6 +76,7 @@ class Gateway:
             events,
             self.metrics,
             grace_s=config.rollout.reward_timeout_s,
+            seed=config.sampling.seed,
             on_open=self.leases.opened,
             on_seal=self.leases.sealed,
         )

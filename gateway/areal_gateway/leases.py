@@ -23,9 +23,10 @@ from uuid import uuid4
 from areal_agent.errors import GatewayError
 from areal_agent.trajectory import Batch
 from areal_gateway.events import EventBus
-from areal_gateway.ledger import Ledger, lease_end_row, lease_rows
+from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import Metrics
 from areal_gateway.records import LeaseEnd, LeaseRecord, SealRecord, SessionRecord
+from areal_gateway.rows import lease_end_row, lease_rows
 from areal_gateway.sessions import reward_of
 from areal_gateway.trajectories import fold
 

@@ -8,17 +8,19 @@ with their calls; of sealed ones the ledger has everything, and memory is let go
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from areal_agent.errors import GatewayError
 from areal_gateway import auth
 from areal_gateway.events import EventBus
-from areal_gateway.ledger import Ledger, delivery_row, reward_row, seal_row, session_row
+from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import Metrics
 from areal_gateway.records import (
     CallRecord,
@@ -29,11 +31,12 @@ from areal_gateway.records import (
     SessionHistory,
     SessionRecord,
 )
+from areal_gateway.rows import delivery_row, reward_row, seal_row, session_row
 from areal_gateway.trajectories import fold, trainable_calls
 from areal_gateway.tree import CallTree
 
 if TYPE_CHECKING:
-    from areal_gateway.calls import Exchange
+    from areal_gateway.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +109,7 @@ class Sessions:
         metrics: Metrics,
         *,
         grace_s: float,
+        seed: int | None,
         on_open: Callable[[SessionRecord], None],
         on_seal: Callable[[SessionRecord, SealRecord], None],
     ) -> None:
@@ -113,6 +117,9 @@ class Sessions:
         self._events = events
         self._metrics = metrics
         self._grace_s = grace_s
+        self._seed = seed
+        self._opened_per_task: Counter[tuple[str, str]] = Counter()
+        """Sessions by (purpose, task): which repetition a session is, for its seed."""
         self._on_open = on_open
         self._on_seal = on_seal
         self._open: dict[str, Session] = {}
@@ -124,6 +131,7 @@ class Sessions:
         """Bring back what an earlier process wrote. Call once, before serving."""
         for record, seal in self._ledger.sessions():
             self._admitted = record.admitted + 1
+            self._opened_per_task[record.purpose, record.task_id] += 1
             self._on_open(record)
             if seal is not None:
                 self.sealed_count += 1
@@ -158,9 +166,15 @@ class Sessions:
         labels: dict[str, str],
         version: int,
     ) -> tuple[Session, str]:
-        """A new session and its key, which exists nowhere else from now on."""
+        """A new session and its key, which exists nowhere else from now on.
+
+        Without a seed of its own it gets one from the run's, if that has one.
+        """
         key = auth.new_session_key()
         session_id = f"ses_{uuid4().hex}"
+        repetition = self._opened_per_task[purpose, task_id]
+        if sampling.seed is None and self._seed is not None:
+            sampling = replace(sampling, seed=session_seed(self._seed, purpose, task_id, repetition))
         record = SessionRecord(
             session_id=session_id,
             key_hash=auth.hash_key(key),
@@ -177,6 +191,7 @@ class Sessions:
         )
         self._on_open(record)  # refuses a group that is full or of another size
         self._admitted += 1
+        self._opened_per_task[purpose, task_id] += 1
         session = Session(record)
         self._remember(session)
         await self._ledger.append(session_row(record))
@@ -329,6 +344,12 @@ class Sessions:
                     "session %s: nobody sealed it, its deadline was %.0f s ago", session.id, self._grace_s
                 )
                 await self.seal(session.id, Outcome.TIMEOUT, "deadline passed, never sealed")
+
+
+def session_seed(run_seed: int, purpose: str, task_id: str, repetition: int) -> int:
+    """The seed of a task's n-th session: the same in a repeated run, another one for each of a group."""
+    digest = hashlib.blake2b(f"{run_seed}|{purpose}|{repetition}|{task_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF
 
 
 def check_open(session: Session) -> None:

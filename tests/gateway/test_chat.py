@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import openai
 import pytest
-from gateway_support import CALCULATOR, CONTEXT, Reply, Served, logprob, tool_call
+from gateway_support import CALCULATOR, CONTEXT, Reply, Served, logprob, make_app, tool_call
+
+from areal_gateway.tokens import Tokens
 
 ASK = [{"role": "user", "content": "What is two plus three?"}]
 
@@ -179,6 +182,27 @@ class TestSeeds:
     async def test_siblings_and_other_seeds_differ(self, served: Served) -> None:
         seeds = await self.ask(served, 7, 3) + await self.ask(served, 8, 3)
         assert len(set(seeds)) == 6
+
+
+class TestTheRunsSeed:
+    """One seed for the run: repeatable as a whole, and different for every session of a group."""
+
+    async def seeds(self, tokens: Tokens, folder: Path) -> list[int | None]:
+        served = make_app(tokens, folder, sampling={"seed": 11})
+        await served.start()
+        try:
+            for task in ("a", "a", "b"):
+                session = await served.open(task, group_id=task, group_size=2)
+                await served.post(session, {"messages": ASK})
+            return [a.sampling.seed for a in served.fleet.asked]
+        finally:
+            await served.stop()
+
+    async def test_it(self, tokens: Tokens, tmp_path: Path) -> None:
+        first, second = [await self.seeds(tokens, tmp_path / run) for run in ("1", "2")]
+        assert first == second
+        assert len(set(first)) == 3
+        assert None not in first
 
 
 @pytest.mark.parametrize(

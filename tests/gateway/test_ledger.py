@@ -14,15 +14,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError
-from areal_gateway.ledger import (
-    Ledger,
-    LedgerError,
-    call_rows,
-    delivery_row,
-    reward_row,
-    seal_row,
-    session_row,
-)
+from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.records import (
     CallRecord,
     CallState,
@@ -35,6 +27,7 @@ from areal_gateway.records import (
     floats,
     ints,
 )
+from areal_gateway.rows import call_rows, delivery_row, reward_row, seal_row, session_row
 from areal_gateway.schema import SCHEMA_VERSION, TABLES
 
 
@@ -210,7 +203,8 @@ def test_an_acknowledged_row_survives_kill_9(path: Path) -> None:
     script = textwrap.dedent(
         """
         import asyncio, sys, time
-        from areal_gateway.ledger import Ledger, delivery_row
+        from areal_gateway.ledger import Ledger
+        from areal_gateway.rows import delivery_row
         async def main():
             ledger = Ledger(sys.argv[1])
             for i in range(1000):

@@ -9,7 +9,7 @@ import pytest
 from gateway_support import Reply, Served, eventually, make_app
 
 from areal_agent.errors import EngineError
-from areal_gateway import calls
+from areal_gateway import exchange
 from areal_gateway.tokens import Tokens
 
 ASK = {"messages": [{"role": "user", "content": "What is two plus three?"}]}
@@ -80,7 +80,7 @@ async def test_a_client_that_timed_out_and_retries_finds_its_call_still_running(
 async def test_a_client_that_never_comes_back_is_not_waited_for_long(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "RETRY_GRACE_S", 0.1)
+    monkeypatch.setattr(exchange, "RETRY_GRACE_S", 0.1)
     served.fleet.say(Reply("five", gate=asyncio.Event()))
     session = await served.open()
     first = asyncio.create_task(served.post(session, ASK, FIRST))

@@ -369,3 +369,20 @@ class TestWeights:
         status, answer = await served.admin("POST", "/admin/weights/begin", body, None)
         assert status == 400
         assert field in answer["error"]["message"]
+
+
+async def test_a_stopping_gateway_tells_who_waits_and_writes_it_down(tokens: Tokens, tmp_path: Path) -> None:
+    served = make_app(tokens, tmp_path)
+    await served.start()
+    served.fleet.say(Reply("never", gate=asyncio.Event()))
+    session = await served.open()
+    call = asyncio.create_task(served.post(session, ASK))
+    await eventually(lambda: served.fleet.asked)
+    async with asyncio.timeout(2.0):
+        await served.server.close()
+    status, _, body = await call
+    assert (status, body["error"]["code"]) == (503, "stopping")
+    await served.ledger.append()
+    history = served.ledger.histories([session["session_id"]])[session["session_id"]]
+    assert [c.state for c in history.calls] == ["aborted"]
+    await served.stop()

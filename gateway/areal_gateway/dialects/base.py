@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal_agent.errors import GatewayError
-from areal_gateway.calls import CallRequest, Exchange, Said
+from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.records import CallRecord
 from areal_gateway.tokens import Tokens
 

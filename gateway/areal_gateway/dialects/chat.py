@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 
 from areal_agent.errors import GatewayError
-from areal_gateway.calls import CallRequest, Exchange, Said
 from areal_gateway.canonical import role_of, text_of
 from areal_gateway.dialects.base import Served, usage_of
 from areal_gateway.dialects.fields import Field, Treatment, treat
+from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.records import CallRecord
 
 MAX_SIBLINGS = 128

@@ -1,0 +1,184 @@
+"""An exchange: one request of an agent and its sibling calls, while they run and after.
+
+Invariant: whoever subscribes gets everything from the beginning, whenever it comes; when the last one
+leaves an unfinished exchange, it is aborted. An exchange only listens and tells: `calls` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from areal_agent.errors import GatewayError
+from areal_gateway.records import REPLIED, CallRecord
+from areal_gateway.reply import Delta, deltas_of
+
+if TYPE_CHECKING:
+    from areal_gateway.sessions import Session
+
+RETRY_GRACE_S = 1.5
+"""How long a call outlives a client whose SDK retries (`x-stainless-retry-count`). Those back off 0.5 s, then
+1 s; without the grace a time-out would throw the reply away just before it is asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """A request as a dialect read it; everything past this point knows no dialect.
+
+    `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
+    that looks like a tool call stays text. `max_tokens` None: as far as the context goes.
+    """
+
+    dialect: str
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    parse_tools: bool = False
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    ignored: tuple[str, ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something for the client: a delta of choice `index`, or its end (`record` given).
+
+    `logprobs` [k]: (token id, logprob) of the tokens sampled since the choice last said something.
+    """
+
+    index: int
+    delta: Delta | None = None
+    record: CallRecord | None = None
+    logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Exchange:
+    """A running or finished request. Created by Calls.start."""
+
+    def __init__(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> None:
+        self.exchange_id = uuid4().hex
+        self.session = session
+        self.request = request
+        self.digest = digest
+        self.retry_key = retry_key
+        self.created = time.time()
+        self.records: list[CallRecord] = []
+        self.error: GatewayError | None = None
+        self.finished = False
+        self.task: asyncio.Task[None] | None = None
+        self.subscribers = 0
+        self.claims = 0
+        """Clients that ever asked for it; a retry prefers the exchange that fewest have claimed."""
+        self._said: list[Said] = []
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def restored(cls, session: Session, records: list[CallRecord]) -> Exchange:
+        """A finished exchange read back from the ledger, to be replayed if all its calls were replied."""
+        head = records[0]
+        request = CallRequest(head.dialect, "", [], n=len(records))
+        self = cls(session, request, head.digest, head.retry_key)
+        self.exchange_id, self.created = head.exchange_id, head.started_at
+        self.records = sorted((r for r in records if r.state in REPLIED), key=lambda r: r.index)
+        self.finished, self.claims = True, 1
+        return self
+
+    @property
+    def delivered(self) -> bool:
+        return bool(self.records) and all(r.call_id in self.session.history.delivered for r in self.records)
+
+    @property
+    def replayable(self) -> bool:
+        """In progress, or ended with all its replies."""
+        return not self.finished or (self.error is None and len(self.records) == self.request.n)
+
+    def say(self, said: Said) -> None:
+        self._said.append(said)
+        self._wake()
+
+    def end(self, error: GatewayError | None) -> None:
+        self.error = error
+        self.finished = True
+        self.records.sort(key=lambda r: r.index)
+        self.request = replace(self.request, messages=[], tools=[])  # the records hold what is needed of them
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def abort(self, error: GatewayError) -> None:
+        """Stop the engine's work; its calls become `aborted` and whoever still listens gets `error`."""
+        if self.task is not None and not self.finished and self.error is None:
+            self.error = error
+            self.task.cancel()
+
+    @contextmanager
+    def subscribed(self, *, patient: bool) -> Iterator[None]:
+        """While inside, somebody listens. The last one to leave an unfinished exchange aborts it, after a
+        grace when their client is known to retry (`patient`)."""
+        self.subscribers += 1
+        self.claims += 1
+        try:
+            yield
+        finally:
+            self.subscribers -= 1
+            if not self.subscribers and not self.finished:
+                if patient:
+                    asyncio.get_running_loop().call_later(RETRY_GRACE_S, self._abort_if_alone)
+                else:
+                    self._abort_if_alone()
+            self.forget()
+
+    def _abort_if_alone(self) -> None:
+        if not self.subscribers:
+            self.abort(GatewayError("the client left", status=499, code="client_left"))
+
+    async def wait(self) -> list[CallRecord]:
+        """All replies. Raises GatewayError."""
+        while not self.finished:
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+        return self.records
+
+    async def listen(self, idle_s: float) -> AsyncIterator[Said | None]:
+        """Everything from the beginning; None when nothing came for `idle_s`. Raises GatewayError."""
+        if self.finished and self.error is None and not self._said:
+            for record in self.records:
+                for delta in deltas_of(record.reply or {}):
+                    yield Said(record.index, delta)
+                pairs = tuple(zip(record.output_ids, record.logprobs, strict=True))
+                yield Said(record.index, record=record, logprobs=pairs)
+            return
+        at = 0
+        while True:
+            while at < len(self._said):
+                at += 1
+                yield self._said[at - 1]
+            if self.finished:
+                break
+            changed = self._changed
+            try:
+                async with asyncio.timeout(idle_s):
+                    await changed.wait()
+            except TimeoutError:
+                yield None
+        if self.error is not None:
+            raise self.error
+
+    def forget(self) -> None:
+        """Drop what was said once all was: a later replay is made from the records."""
+        if self.finished and not self.subscribers:
+            self._said = []
