@@ -163,6 +163,27 @@ async def test_a_reply_goes_on_elsewhere_token_for_token(tmp_path: Path, after: 
         await h.until(lambda: h.states()[0] == "gone")
 
 
+async def test_a_dead_engines_calls_all_move_before_it_is_found_dead(tmp_path: Path) -> None:
+    """The dead engine has the fewest calls now; sending them there again would use up their chances."""
+    config = run_config(fleet={"probe_s": 60})
+    async with fake_fleet(tmp_path, 2, config=config, step_s=0.002) as h:
+        calls = [asyncio.create_task(run(h, f"s{i}")) for i in range(8)]
+        await h.until(lambda: all(len(e.running) == 4 for e in h.engines))
+        h.engines[0].kill()
+        for out in await asyncio.gather(*calls):
+            assert out["ids"] == expected(PROMPT, 60)[0]
+            assert out["engines"][-1] == "attached-1"
+            assert len(out["engines"]) <= 2
+
+
+async def test_a_single_engine_that_cut_a_stream_is_probed_and_used_again(tmp_path: Path) -> None:
+    async with fake_fleet(tmp_path, 1) as h:
+        h.engines[0].faults.cut_after = 20
+        out = await run(h)
+        assert out["ids"] == expected(PROMPT, 60)[0]
+        assert len(out["engines"]) > 1
+
+
 async def test_a_stream_cut_by_a_living_engine_goes_on_too(tmp_path: Path) -> None:
     async with fake_fleet(tmp_path, 2) as h:
         h.engines[0].faults.cut_after = 20

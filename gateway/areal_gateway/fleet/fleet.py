@@ -158,7 +158,7 @@ class Fleet:
         """Watch one engine; end it when it is lost, and start it again, up to max_restarts times."""
         f = self.config.fleet
         while not self._stopped:
-            reason = await member.watch(f.probe_s)
+            reason = await member.watch(f.probe_s, self._notify)
             await self._take_out(member, EngineState.GONE, reason)
             while not member.ready:
                 if member.restarts >= f.max_restarts:
@@ -289,7 +289,7 @@ class Fleet:
     async def _acquire(self, session_id: str) -> Member:
         """Wait for an engine that serves, and count the call to it."""
         timeout_s = self.config.gateway.hold_timeout_s
-        if not await self._until(lambda: not self._held and self._serving(), timeout_s):
+        if not await self._until(lambda: not self._held and self._routable(), timeout_s):
             why = self.error or "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
             raise FleetUnavailable(f"no engine served within {timeout_s:g} s: {why}")
         member = self._route(session_id)
@@ -299,15 +299,19 @@ class Fleet:
     def _serving(self) -> list[Member]:
         return [m for m in self.members if m.state is EngineState.SERVING]
 
+    def _routable(self) -> list[Member]:
+        """Serving engines to which no connection has failed since they last answered a probe."""
+        return [m for m in self._serving() if not m.suspect.is_set()]
+
     def _route(self, session_id: str) -> Member:
         """The session's own engine, for its prefix cache, unless that one is full and another is not."""
-        serving = self._serving()
+        routable = self._routable()
         member = self._affinity.get(session_id)
         full = self.config.fleet.max_num_seqs
-        if member in serving and (member.calls < full or all(m.calls >= full for m in serving)):
+        if member in routable and (member.calls < full or all(m.calls >= full for m in routable)):
             self._affinity.move_to_end(session_id)
             return member
-        member = min(serving, key=lambda m: (m.calls, m.assigned))
+        member = min(routable, key=lambda m: (m.calls, m.assigned))
         member.assigned += 1
         self._affinity[session_id] = member
         self._affinity.move_to_end(session_id)

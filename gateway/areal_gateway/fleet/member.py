@@ -79,7 +79,7 @@ class Member:
         self.reason = ""
         self.started_in_s: float | None = None
         self.suspect = asyncio.Event()
-        """Set by whoever saw a connection to it fail: it is probed at once."""
+        """Set by whoever saw a connection to it fail: it is probed at once, and gets no call meanwhile."""
 
     @property
     def url(self) -> str:
@@ -160,8 +160,11 @@ class Member:
         self.incarnation += 1
         self.ready = True
 
-    async def watch(self, probe_s: float) -> str:
-        """Returns when the engine is lost or was quarantined, with the reason."""
+    async def watch(self, probe_s: float, cleared: Callable[[], None]) -> str:
+        """Returns when the engine is lost or was quarantined, with the reason.
+
+        `cleared` is called when a probe clears it of a suspicion.
+        """
         missed = 0
         next_probe = time.monotonic() + probe_s
         while True:
@@ -169,11 +172,13 @@ class Member:
                 return self.reason
             if self.process is not None and (code := self.process.poll()) is not None:
                 return f"its process ended with code {code}"
-            if self.suspect.is_set() or time.monotonic() >= next_probe:
-                self.suspect.clear()
+            if (self.suspect.is_set() and not missed) or time.monotonic() >= next_probe:
                 try:
                     await self.client.health(PROBE_TIMEOUT_S)
                     missed = 0
+                    if self.suspect.is_set():
+                        self.suspect.clear()
+                        cleared()
                 except EngineRefused as e:  # vLLM answers 503 once its core is dead
                     return f"it reports itself dead: {e}"
                 except EngineError as e:
