@@ -64,6 +64,7 @@ class Command:
     async def __call__(self, task: Mapping[str, Any], *, session: Session) -> str:
         """Raises AgentError with the end of its stderr when it exits with another code than 0."""
         read, write = os.pipe()  # the lifeline: closing `write` ends the command's whole tree
+        process = None
         try:
             options = ["--grace", str(COMMAND_GRACE_S), "--lifeline", str(read)]
             process = await asyncio.create_subprocess_exec(
@@ -80,6 +81,11 @@ class Command:
         finally:
             os.close(read)
             os.close(write)
+            if process is not None and process.returncode is None:  # cancelled: it ends within its grace
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(COMMAND_GRACE_S + guard.LEFTOVER_GRACE_S):
+                        await process.wait()
+        assert process is not None  # it was started, or that raised
         if process.returncode != 0:
             raise AgentError(
                 f"{self!r} ended with code {process.returncode}: {err.decode(errors='replace').strip()[-1000:]}"

@@ -81,9 +81,10 @@ class Run:
             if observe():
                 stack.callback(unobserve)
             stack.push_async_callback(self._services.stop)
-            with self.phase("starting the gateway"):
+            with self.phase("starting the gateway and its engines"):
                 self._gateway = await self._services.start_gateway()
-            stack.push_async_callback(self._gateway.aclose)
+                stack.push_async_callback(self._gateway.aclose)
+                await self._services.watch(self._services.engines_ready(self._gateway))
             stack.enter_context(client_environment(self._gateway.url))
             self._episodes = EpisodeRunner(
                 self._gateway,
@@ -93,9 +94,7 @@ class Run:
                 reward_timeout_s=self.config.rollout.reward_timeout_s,
             )
             self._controller = RolloutController(self._episodes, self.config, on_group=self._groups.append)
-            with self.phase("starting the engines"):
-                await self._services.watch(self._services.engines_ready(self._gateway))
-                await self._look()
+            await self._look()
         except BaseException:
             await stack.aclose()
             raise
@@ -271,8 +270,11 @@ class Run:
         self._counted = len(self._groups)
         rewards = [r for g in groups for r in g.rewards]
         episodes = [e for g in groups for e in g.episodes]
+        trained = self._progress.trainer.get("reward_mean")
         if rewards:
             self._progress.rewards.append(fmean(rewards))
+        elif isinstance(trained, (int, float)):  # all its groups had finished before the last step
+            self._progress.rewards.append(float(trained))
         admission = self._controller.admission
         self._log.step(
             step,

@@ -6,12 +6,26 @@ a request reached. `train_step` does what a trainer would: takes the oldest read
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import weakref
 from collections import Counter
 from typing import Any
 
 from aiohttp import web
+from openai import AsyncOpenAI
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = weakref.WeakKeyDictionary()
+
+
+def shared_client() -> AsyncOpenAI:
+    """A client built with no arguments, one per event loop: building one costs tens of milliseconds."""
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        _clients[loop] = AsyncOpenAI()
+    return _clients[loop]
+
 
 ADMIN = "admin-key-of-the-test"
 

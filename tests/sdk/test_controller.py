@@ -12,6 +12,7 @@ import time
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from processes import alive
+from standin_gateway import shared_client
 
 from areal_agent.agents import AgentRunner, Command
 from areal_agent.dataset import load
@@ -24,7 +25,7 @@ SMALL = {"groups_per_step": 2, "group_size": 3, "max_staleness": 1, "max_failure
 
 
 async def agent(task):
-    reply = await AsyncOpenAI().chat.completions.create(**BODY)
+    reply = await shared_client().chat.completions.create(**BODY)
     return json.loads(reply.choices[0].message.content)["session"]
 
 

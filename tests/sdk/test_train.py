@@ -10,8 +10,7 @@ import os
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
-from standin_gateway import ADMIN, StandIn
+from standin_gateway import ADMIN, StandIn, shared_client
 
 import areal_agent
 from areal_agent import checks
@@ -32,7 +31,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def agent(task):
-    reply = await AsyncOpenAI().chat.completions.create(**BODY)
+    reply = await shared_client().chat.completions.create(**BODY)
     return json.loads(reply.choices[0].message.content)["version"]
 
 
