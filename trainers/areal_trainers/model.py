@@ -76,15 +76,13 @@ class Policy(nn.Module):
 def shard(lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32) -> Policy:
     """Shard `lm` over `mesh`, one FSDP unit per decoder layer and one for the rest.
 
-    Gradients are reduced in float32 and averaged over ranks (FSDP's way): a loss summed over ranks has
+    Gradients are reduced in the masters' dtype and averaged over ranks (FSDP's way): a loss summed over ranks has
     to be multiplied by their number.
     """
     lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
     policy = Policy(lm)
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
-        reduce_dtype=torch.float32,
-    )
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy() if compute_dtype == torch.float32 else mixed
     for layer in decoder_layers(lm):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)

@@ -6,6 +6,7 @@ number of them (a rank without work runs an empty one), so no collective is left
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -98,14 +99,14 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], budget: int) -> int
 
 
 def _level(lengths: Sequence[int], order: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    loads = [0] * count
     bins: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, j) for j in range(count)]  # a heap of (tokens, bin)
     for i in order:
-        j = min(range(count), key=loads.__getitem__)
-        if loads[j] and loads[j] + lengths[i] > budget:
+        load, j = emptiest[0]
+        if load and load + lengths[i] > budget:
             return None
         bins[j].append(i)
-        loads[j] += lengths[i]
+        heapq.heapreplace(emptiest, (load + lengths[i], j))
     return bins
 
 

@@ -1,0 +1,91 @@
+"""From a lease to items, and the checks that stand before a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_agent.errors import TrainerError
+from areal_agent.trajectory import Batch, Sequence
+from areal_trainers.batch import check_gap, prepare
+
+
+def seq(session: str, group: str = "g", reward: float | None = 0.0, **over: Any) -> Sequence:
+    columns: dict[str, Any] = dict(
+        token_ids=[5, 6, 7, 8],
+        logprobs=[0.0, 0.0, -1.0, -2.0],
+        versions=[-1, -1, 3, 4],
+        loss_mask=[False, False, True, True],
+        temperature=1.0,
+    )
+    return Sequence(**(columns | over), reward=reward, session_id=session, group_id=group, task_id="t")
+
+
+def work(*sequences: Sequence, **kw: Any):
+    return prepare(Batch("lease-7", 4, sequences), **({"version": 4, "max_staleness": 1} | kw))
+
+
+def test_every_branch_of_a_session_has_the_sessions_advantage() -> None:
+    w = work(seq("a", reward=1.0), seq("a", reward=1.0), seq("a", reward=1.0), seq("b"))
+    assert [float(i.columns["advantage"][0]) for i in w.items] == pytest.approx([1, 1, 1, -1], abs=1e-5)
+    assert w.metrics["reward_mean"] == 0.5  # over sessions, not sequences
+
+
+def test_a_session_without_reward_trains_nothing() -> None:
+    w = work(seq("a", reward=1.0), seq("b"), seq("c", reward=None))
+    assert w.sources == (0, 1)
+    assert w.metrics["rewards_missing"] == 1
+
+
+def test_a_session_that_sampled_nothing_still_counts_in_its_group() -> None:
+    silent = seq("b", loss_mask=[False] * 4)
+    w = work(seq("a", reward=1.0), silent)
+    assert w.sources == (0,)
+    assert float(w.items[0].columns["advantage"][0]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_columns_are_of_the_predicted_tokens() -> None:
+    item = work(seq("a", reward=1.0), seq("b")).items[0]
+    assert item.columns["behaviour"].tolist() == [-1.0, -2.0]
+    assert item.columns["version"].tolist() == [3, 4]
+
+
+def test_staleness_past_the_bound_is_refused() -> None:
+    with pytest.raises(TrainerError, match=r"1 versions old.*max_staleness = 0"):
+        work(seq("a"), max_staleness=0)
+
+
+def test_a_batch_of_another_version_is_refused() -> None:
+    with pytest.raises(TrainerError, match="cut at version 4 but the trainer holds 5"):
+        work(seq("a"), version=5)
+
+
+def test_a_batch_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(TrainerError, match="nothing to train on"):
+        work(seq("a", reward=None))
+
+
+def test_groups_without_any_advantage_are_counted() -> None:
+    w = work(seq("a", "x", 1.0), seq("b", "x", 1.0), seq("c", "y", 1.0), seq("d", "y", 0.0))
+    assert w.metrics["groups_zero_advantage"] == 0.5
+
+
+def test_the_gap_is_taken_on_tokens_of_the_trainers_version_only() -> None:
+    w = work(seq("a", reward=1.0), seq("b"))
+    ours = [np.array([-9.0, -2.001]), np.array([5.0, -2.0])]  # the first tokens are of version 3
+    gap = check_gap(w, ours, 0.01)
+    assert gap.value == pytest.approx(0.001)
+    assert gap.tokens == 2
+
+
+def test_a_gap_past_the_bound_names_value_sequence_and_token() -> None:
+    w = work(seq("a", reward=None), seq("b", reward=1.0), seq("c"))
+    with pytest.raises(TrainerError, match=r"by 0\.5 nats.*sequence 2 \(session c\), token 3 \(id 8\)"):
+        check_gap(w, [np.array([-1.0, -2.0]), np.array([-1.0, -2.5])], 0.01)
+
+
+def test_a_gap_that_is_no_number_is_past_every_bound() -> None:
+    with pytest.raises(TrainerError, match="inf nats"):
+        check_gap(work(seq("a"), seq("b")), [np.array([-1.0, np.nan]), np.array([-1.0, -2.0])], 1e9)
