@@ -4,72 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def examples_importable():
-    sys.path.insert(0, str(EXAMPLES))
-    yield
-    sys.path.remove(str(EXAMPLES))
+from processes import descendants, left_of
 
 
 @pytest.fixture(scope="session")
-def blank_model(tmp_path_factory, examples_importable) -> Path:
+def examples() -> Iterator[Path]:
+    """Folder of the examples, importable while the tests run."""
+    folder = Path(__file__).parents[2] / "examples" / "agents"
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def blank_model(tmp_path_factory, examples) -> Path:
     """The quick start's model without its warm start: same tokenizer and shape, random weights."""
     from small_model.warm_start import RECIPE, blank
 
     return blank(tmp_path_factory.mktemp("model") / "blank", RECIPE, seed=0)
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process and when it began, so that a pid used again is not mistaken for it."""
-
-    pid: int
-    began: int
-    command: str
-
-
-def descendants(pid: int) -> set[Process]:
-    """Every living process below `pid`, whatever session or group it moved to."""
-    parents: dict[int, list[Process]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (seen := _look(int(entry.name))):
-            parents.setdefault(seen[0], []).append(seen[1])
-    found: set[Process] = set()
-    below = [pid]
-    while below:
-        for process in parents.get(below.pop(), []):
-            found.add(process)
-            below.append(process.pid)
-    return found
-
-
-def left_of(processes: set[Process], within_s: float) -> set[Process]:
-    """Waits for all of them to end; returns those that did not within `within_s`."""
-    end = time.monotonic() + within_s
-    while left := {p for p in processes if (seen := _look(p.pid)) and seen[1].began == p.began}:
-        if time.monotonic() > end:
-            return left
-        time.sleep(0.1)
-    return set()
-
-
-def _look(pid: int) -> tuple[int, Process] | None:
-    """(parent, process); None for what has ended, zombies included."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else (int(fields[1]), Process(pid, int(fields[19]), command))
 
 
 @pytest.fixture

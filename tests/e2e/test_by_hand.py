@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import EXAMPLES, descendants, left_of
+from processes import descendants, left_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -73,7 +73,7 @@ def gateway(blank_model, tmp_path_factory) -> Iterator[ByHand]:
         process.wait()
 
 
-def test_an_agent_in_its_own_process_is_recorded_token_for_token(gateway):
+def test_an_agent_in_its_own_process_is_recorded_token_for_token(gateway, examples):
     """OPENAI_BASE_URL and OPENAI_API_KEY are all that the program is told."""
     with gateway.admin() as admin:
         session = (
@@ -83,7 +83,7 @@ def test_an_agent_in_its_own_process_is_recorded_token_for_token(gateway):
         )
         env = os.environ | {"OPENAI_BASE_URL": session["base_url"], "OPENAI_API_KEY": session["api_key"]}
         task = json.dumps({"question": "Tom has 37 boxes of 12 pens. How many pens is that?"})
-        program = [sys.executable, str(EXAMPLES / "base_url.py")]
+        program = [sys.executable, str(examples / "base_url.py")]
         subprocess.run(program, input=task, text=True, env=env, check=True, capture_output=True, timeout=120)
         reward = {"value": 0.5, "key": "by hand"}
         admin.post(f"/admin/sessions/{session['session_id']}/rewards", json=reward).raise_for_status()

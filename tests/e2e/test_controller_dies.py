@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import EXAMPLES, descendants, left_of
+from processes import descendants, left_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -16,9 +16,9 @@ START_S = 300
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_nothing_is_left_of_a_run_whose_controller_goes(signal_number, code, blank_model, tmp_path):
+def test_nothing_is_left_of_a_run_whose_controller_goes(signal_number, code, blank_model, examples, tmp_path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "areal_agent.cli", "train", str(EXAMPLES / "calculator.py")]
+    command = [sys.executable, "-m", "areal_agent.cli", "train", str(examples / "calculator.py")]
     command += ["--model", str(blank_model), "--engines", "1", "--run-dir", str(run_dir), "--steps", "200"]
     command += [
         "--set",

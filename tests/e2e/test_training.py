@@ -33,7 +33,7 @@ def length(task, result) -> float:
 
 
 @pytest.fixture
-def calculator(examples_importable):
+def calculator(examples):
     import calculator
 
     calculator.client.cache_clear()
@@ -100,7 +100,7 @@ def test_synchronous_training_is_eta_zero_and_two_ranks_share_the_work(
 
 
 def test_a_langgraph_graph_is_trained_unmodified_with_every_call_labelled_by_its_node(
-    examples_importable, blank_model, tmp_path, nothing_left
+    examples, blank_model, tmp_path, nothing_left
 ):
     import langgraph_react
 
