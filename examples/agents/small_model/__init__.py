@@ -14,6 +14,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from areal_agent.errors import ArealError
+
 HERE = Path(__file__).resolve().parent
 DEPENDENCIES = ("tokenizers", "transformers", "torch", "renderers")
 
@@ -33,7 +35,7 @@ def fingerprint(seed: int) -> str:
 
 
 def build(seed: int = 0) -> Path:
-    """Folder of the warm-started model; made once, then reused. Raises RuntimeError when making it fails."""
+    """Folder of the warm-started model; made once, then reused. Raises ArealError when making it fails."""
     folder = cache_folder() / f"small_model-{fingerprint(seed)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -42,5 +44,5 @@ def build(seed: int = 0) -> Path:
             command = [sys.executable, "-m", "small_model", str(folder), "--seed", str(seed)]
             code = subprocess.run(command, cwd=HERE.parent, check=False).returncode
             if code != 0:
-                raise RuntimeError(f"making the starting model failed with code {code}; its reason is above")
+                raise ArealError(f"making the starting model failed with code {code}; its reason is above")
     return folder

@@ -12,8 +12,10 @@ from pathlib import Path
 # One model of a million parameters gains nothing from threads that spin while they wait for one another.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import transformers
+
 from areal_agent.errors import ArealError
-from small_model.warm_start import RECIPE, WarmStartFailed, make
+from small_model.warm_start import RECIPE, make
 
 
 def main() -> int:
@@ -22,11 +24,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the questions")
     arguments = parser.parse_args()
     target: Path = arguments.folder
+    transformers.utils.logging.disable_progress_bar()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         try:
             made = make(Path(scratch), RECIPE, arguments.seed, say=lambda line: print(line, flush=True))
-        except (ArealError, WarmStartFailed) as e:
+        except ArealError as e:
             print(f"small_model: {e}", file=sys.stderr)
             return 1
         shutil.rmtree(target, ignore_errors=True)

@@ -18,7 +18,7 @@ Share = Literal["warm", "train", "heldout"]
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
 THINGS = ("pens", "eggs", "cards", "books", "coins", "apples", "shells", "stamps")
 
-# {n} a name, {t} a thing; {a} and {b} the numbers, in the order in which the expression takes them.
+# {n} a name, {t} a thing; {a} and {b} the numbers, which the expression takes in the same order.
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "+": (
         "{n} has {a} {t} and gets {b} more. How many {t} now?",
@@ -27,13 +27,13 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     ),
     "-": (
         "{n} has {a} {t} and loses {b}. How many {t} are left?",
-        "{n} gives away {b} of {a} {t}. How many are left?",
+        "{n} had {a} {t} and gave away {b}. How many are left?",
         "Of {a} {t}, {b} are broken. How many are not?",
     ),
     "*": (
         "{n} has {a} boxes of {b} {t}. How many {t} is that?",
         "Each of {a} bags holds {b} {t}. How many {t}?",
-        "{n} buys {b} {t} a day for {a} days. How many {t}?",
+        "{n} buys {a} {t} a day for {b} days. How many {t}?",
     ),
 }
 

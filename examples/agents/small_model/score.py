@@ -43,9 +43,8 @@ def score(
         for i, reply in zip(
             live, _generate(model, prompts, renderer.stop, temperature, generator), strict=True
         ):
-            text, calls = renderer.parse(reply)
-            expression = calls[0][1].get("expression") if calls else None
-            if not isinstance(expression, str):
+            text, expression = renderer.parse(reply)
+            if expression is None:
                 success[i] = reward(questions[i].task, text)
                 continue
             tool[i] = tool[i] or expression == questions[i].expression

@@ -67,7 +67,7 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._renderer = create_renderer(tokenizer, Qwen3RendererConfig(enable_thinking=False))
+        self._renderer: Any = create_renderer(tokenizer, Qwen3RendererConfig(enable_thinking=False))
         self.stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._preambles = [self._preamble(tool) for tool in TOOL_FORMS]
         user = [{"role": "user", "content": ""}]
@@ -83,11 +83,14 @@ class Renderer:
         """The ids the gateway sends for a call with `TOOL_FORMS[form]`."""
         return self._preambles[form] + self._renderer.render_ids(messages, add_generation_prompt=True)
 
-    def parse(self, reply_ids: list[int]) -> tuple[str, list[tuple[str, Any]]]:
-        """A reply -> its text and its well-formed tool calls as (name, arguments)."""
+    def parse(self, reply_ids: list[int]) -> tuple[str, str | None]:
+        """A reply -> its text, and the expression of its first well-formed tool call."""
         parsed = self._renderer.parse_response(reply_ids)
-        calls = [(c.name, c.arguments) for c in parsed.tool_calls or () if c.status.value == "ok"]
-        return parsed.content or "", calls
+        for call in parsed.tool_calls or ():
+            if call.status.value == "ok" and isinstance(call.arguments, dict):
+                expression = call.arguments.get("expression")
+                return parsed.content or "", expression if isinstance(expression, str) else None
+        return parsed.content or "", None
 
     def transcript(self, messages: list[dict[str, Any]], form: int = 0) -> Transcript:
         """A finished conversation -> ids and mask: a reply runs from its generation prompt to its end."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from areal_agent.errors import ArealError
 from areal_trainers.sft import SftStep, train_sft
 from small_model.questions import Question, distinct, questions
 from small_model.score import Score, score
@@ -27,7 +28,7 @@ from small_model.tokenizer import train_tokenizer
 from small_model.transcripts import Kind, Renderer, tokenizer_texts, transcripts
 
 CLEAN: Mapping[Kind, float] = {"right": 1.0}
-MEDIOCRE: Mapping[Kind, float] = {"guess": 0.40, "wrong_operator": 0.35, "right": 0.25}
+MEDIOCRE: Mapping[Kind, float] = {"guess": 0.55, "wrong_operator": 0.25, "right": 0.20}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Recipe:
 
     vocab_size: int = 1024
     hidden_size: int = 128
+    rope_theta: float = 10000.0
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
@@ -49,7 +51,7 @@ class Recipe:
     more_rate: float = 7e-4
     more_rounds: int = 4
     clean_tool: float = 0.90
-    mediocre_steps: int = 40
+    mediocre_steps: int = 60
     mediocre_rate: float = 5e-4
     warmup_steps: int = 30
     greedy_most: float = 0.35
@@ -60,7 +62,7 @@ class Recipe:
 RECIPE = Recipe()
 
 
-class WarmStartFailed(RuntimeError):
+class WarmStartFailed(ArealError):
     """The model came out outside the bounds of its recipe."""
 
 
@@ -110,7 +112,7 @@ def make(scratch: Path, recipe: Recipe, seed: int, say: Callable[[str], None]) -
 
 def blank(folder: Path, recipe: Recipe, seed: int) -> Path:
     """A Qwen3 with random weights and the tokenizer trained for the task, as a Hugging Face folder."""
-    tokenizer = train_tokenizer(tokenizer_texts(seed), recipe.vocab_size)
+    tokenizer: Any = train_tokenizer(tokenizer_texts(seed), recipe.vocab_size)
     end, pad = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -121,6 +123,7 @@ def blank(folder: Path, recipe: Recipe, seed: int) -> Path:
         num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.hidden_size // recipe.heads,
         max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
         initializer_range=recipe.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=pad,
