@@ -28,6 +28,9 @@ from transformers import (
 from areal_agent import wire
 from areal_agent.trajectory import Batch, Sequence
 
+torch.set_num_threads(1)
+"""The models are too small for two, and idle OpenMP threads spin against whatever else the machine runs."""
+
 VOCAB = 48
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -97,6 +100,7 @@ class MiniGateway:
             through an update.
         fail_commits: so many commits answer `weights_retry`.
         corrupt: added to one recorded logprob per batch.
+        corrupt_probe: added to the first logprob of every probe's reply.
         ready: leases given out before the gateway has nothing more.
     """
 
@@ -112,11 +116,13 @@ class MiniGateway:
         stale: bool = False,
         fail_commits: int = 0,
         corrupt: float = 0.0,
+        corrupt_probe: float = 0.0,
         ready: int = 10**9,
     ) -> None:
         self.models = {0: reference(model)}
         self.groups, self.size, self.reply, self.stale = groups, size, reply, stale
         self.fail_commits, self.corrupt, self.ready = fail_commits, corrupt, ready
+        self.corrupt_probe = corrupt_probe
         self.version, self.epoch, self.leases = 0, 0, 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.acked: list[str] = []
@@ -174,6 +180,7 @@ class MiniGateway:
             "weights/begin": self.begin,
             "weights/commit": self.commit,
             "weights/abort": self.abort,
+            "weights/probe": self.probe,
             "metrics": self.metrics,
         }[path]
         return await answer(body)
@@ -238,6 +245,24 @@ class MiniGateway:
         return Batch(lease_id, v, tuple(sequences))
 
     # weights
+
+    async def probe(self, body: dict[str, Any]) -> web.StreamResponse:
+        """What one engine samples, and of it the first logprob wrong by `corrupt_probe`."""
+        replies = []
+        for prompt in body["prompts"]:
+            ids, logprobs = sample(self.models[self.version], torch.tensor([prompt]), body["max_tokens"])
+            values = logprobs[0].tolist()
+            values[0] += self.corrupt_probe
+            replies.append(
+                {
+                    "engine": "engine-0",
+                    "prompt_ids": prompt,
+                    "token_ids": ids[0].tolist(),
+                    "logprobs": values,
+                    "versions": [self.version] * len(values),
+                }
+            )
+        return web.json_response({"replies": replies})
 
     async def begin(self, body: dict[str, Any]) -> web.StreamResponse:
         from areal_gateway.worker_extension import WeightReceiver

@@ -18,6 +18,9 @@ ANSWER_S = 15.0
 POLL_S = 10.0
 """Longest one lease request is held open; between two of them ranks exchange signs of life."""
 
+PROBE_S = 60.0
+"""Engines answer a probe between the calls they are at; the gateway's own deadline is shorter."""
+
 UNREACHABLE_S = 30.0
 """A gateway that cannot be reached for this long is gone."""
 
@@ -100,6 +103,11 @@ class TrainerClient:
 
     def abort(self, update_id: str, reason: str) -> None:
         self._post("/admin/weights/abort", {"update_id": update_id, "reason": reason}, ANSWER_S)
+
+    def probe(self, prompts: list[list[int]], max_tokens: int, temperature: float) -> list[dict[str, Any]]:
+        """Sampled tokens of every engine -> [{engine, prompt_ids, token_ids, logprobs, versions}]"""
+        body = {"prompts": prompts, "max_tokens": max_tokens, "temperature": temperature}
+        return self._json(self._post("/admin/weights/probe", body, PROBE_S + ANSWER_S))["replies"]
 
     # requests
 

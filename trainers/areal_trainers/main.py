@@ -26,6 +26,7 @@ from areal_trainers.learner import Learner
 from areal_trainers.model import load_causal_lm, shard
 from areal_trainers.optim import Optimizer
 from areal_trainers.platform import Platform, get_platform
+from areal_trainers.probe import Probe
 from areal_trainers.ranks import Ranks, join_ranks
 from areal_trainers.records import Records
 from areal_trainers.source import BatchSource
@@ -89,7 +90,9 @@ def run_training(
         sender = WeightsSender(
             lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet)
         )
-        train(config, Learner(policy, optimizer, ranks, t, clock), source, sender, records, clock)
+        learner = Learner(policy, optimizer, ranks, t, clock)
+        probe = Probe(client, ranks, learner, t.logprob_gap_bound)
+        train(config, learner, source, sender, probe, records, clock)
         folder = run.path / "checkpoints" / f"step-{t.steps:06d}"
         final = checkpoint.export(lm, folder, Path(config.model), write=ranks.first)
         if ranks.first:

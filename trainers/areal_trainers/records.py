@@ -31,6 +31,7 @@ class Records:
             "tokens_trained": 0,
             "staleness_max": 0,
             "logprob_gap_max": 0.0,
+            "logprob_gap_tokens": 0,
             "skipped_steps": 0,
             "checkpoint": None,
         }
@@ -42,7 +43,8 @@ class Records:
         t["final_version"] = version
         t["tokens_trained"] += int(numbers["trained_tokens"])
         t["staleness_max"] = max(t["staleness_max"], int(numbers["staleness_max"]))
-        t["logprob_gap_max"] = max(t["logprob_gap_max"], numbers["logprob_gap"])
+        t["logprob_gap_max"] = max(t["logprob_gap_max"], numbers["logprob_gap"], numbers["probe_gap"])
+        t["logprob_gap_tokens"] += int(numbers["logprob_gap_tokens"] + numbers["probe_tokens"])
         t["skipped_steps"] += int(numbers["skipped_steps"])
         if self._run is None:
             return

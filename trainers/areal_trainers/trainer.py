@@ -1,4 +1,4 @@
-"""The training loop: lease, compare, re-evaluate, step, push, confirm.
+"""The training loop: lease, compare, re-evaluate, step, push, probe, confirm.
 
 Invariant: version v of the fleet is the policy after v batches; a batch is acked only after the version
 it made is live, so that a crash anywhere repeats it rather than losing it.
@@ -10,6 +10,7 @@ from areal_agent.config import RunConfig
 from areal_trainers.batch import check_gap, prepare
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
+from areal_trainers.probe import Probe
 from areal_trainers.records import Records
 from areal_trainers.source import BatchSource
 from areal_trainers.weights_sender import WeightsSender
@@ -20,6 +21,7 @@ def train(
     learner: Learner,
     source: BatchSource,
     sender: WeightsSender,
+    probe: Probe,
     records: Records,
     clock: Clock,
 ) -> None:
@@ -39,12 +41,15 @@ def train(
         update = learner.update(work.items, proximal, seed=config.trainer.seed + version)
         with clock("broadcast"):
             pushed = sender.push(version + 1)
+        with clock("probe"):
+            probed = probe.check(batch, version + 1)
         source.ack()
         records.step(
             version + 1,
             work.metrics
             | update.metrics
             | {"entropy": entropy, "logprob_gap": gap.value, "logprob_gap_tokens": gap.tokens}
+            | {"probe_gap": probed.value, "probe_tokens": probed.tokens}
             | {"pause_s": pushed.pause_s, "weight_attempts": pushed.attempts, "engines": pushed.engines}
             | {f"{phase}_s": seconds for phase, seconds in clock.lap().items()},
         )
