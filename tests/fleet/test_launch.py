@@ -32,7 +32,8 @@ SPEC = LaunchSpec(
     engines=2,
     platform="cpu",
     trainer_ranks=1,
-    fleet=FleetConfig(max_model_len=512, extra_args=["--seed", "3"]),
+    fleet=FleetConfig(max_model_len=512, extra_args=["--block-size", "32"]),
+    seed=7,
 )
 
 
@@ -54,7 +55,8 @@ def test_every_platform_gets_what_the_gateway_relies_on(platform: str) -> None:
     assert option(args.command, "--stream-interval") == "8"
     assert "--enable-scale-out" in args.command
     assert "--enable-prefix-caching" in args.command
-    assert args.command[-2:] == ["--seed", "3"]
+    assert option(args.command, "--seed") == "7"
+    assert args.command[-2:] == ["--block-size", "32"]
     assert args.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert args.env["HF_HUB_OFFLINE"] == "1"
 
@@ -64,6 +66,9 @@ def test_a_cpu_engine_is_eager_and_exact() -> None:
     assert "--enforce-eager" in args.command
     assert option(args.command, "--dtype") == "float32"
     assert option(args.command, "--kv-cache-memory-bytes") == str(2**30)
+    assert option(args.command, "--distributed-executor-backend") == "uni"
+    several = engine_args(replace(SPEC, fleet=FleetConfig(tensor_parallel=2)))
+    assert "--distributed-executor-backend" not in several.command
 
 
 def test_an_npu_engine_keeps_weights_in_the_layout_they_are_loaded_in() -> None:
@@ -200,6 +205,24 @@ async def test_an_engine_that_dies_while_starting_is_explained_and_leaves_nothin
     assert "ValueError: No available memory" in text
     assert "engine-" in text
     assert all(e["pid"] is None for e in h.fleet.status()["engines"])
+
+
+async def test_no_two_engines_and_no_two_starts_sample_from_the_same_seed(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    def command(spec: LaunchSpec):
+        seeds.append(spec.seed)
+        return fake_command()(spec)
+
+    h = fleet_of(tmp_path, 2)
+    h.fleet._command = command
+    await h.fleet.start()
+    try:
+        os.kill(h.fleet.status()["engines"][0]["pid"], signal.SIGKILL)
+        await h.until(lambda: len(seeds) == 3, 15)
+    finally:
+        await h.fleet.stop()
+    assert len(set(seeds)) == 3
 
 
 async def test_a_taken_port_is_tried_again_with_another(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_gateway.fleet.engine import EngineLost
 from areal_gateway.fleet.member import Member
+from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
     EngineArgs,
     LaunchSpec,
@@ -143,6 +144,8 @@ class Fleet:
             platform=self._platform,
             trainer_ranks=self.config.trainer.ranks,
             fleet=f,
+            seed=(self.config.rollout.seed * 1009 + self.members.index(member) * 101 + member.restarts)
+            % 2**31,
         )
         log = self.run_dir / "logs" / f"{member.id}.log"
         await member.launch(spec, self._command, log, f.start_timeout_s)
@@ -285,6 +288,10 @@ class Fleet:
                 self._emit("call_moved", session_id=session_id, engine=member.id, tokens=len(tokens))
             finally:
                 member.calls -= 1
+
+    async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
+        """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
+        return await probe(self._serving(), prompts, sampling, self.config.weights.pause_timeout_s)
 
     async def _acquire(self, session_id: str) -> Member:
         """Wait for an engine that serves, and count the call to it."""
