@@ -166,6 +166,7 @@ class Run:
             "wall_s": round(self._progress.elapsed_s, 3),
             "staleness_max": trainer.get("staleness_max"),
             "logprob_gap_max": trainer.get("logprob_gap_max"),
+            "logprob_gap_tokens": trainer.get("logprob_gap_tokens"),
             "multi_version_calls": status.get("multi_version_calls"),
             "calls_total": calls.get("total"),
             "calls_incomplete": calls.get("incomplete"),

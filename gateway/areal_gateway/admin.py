@@ -22,6 +22,7 @@ from areal_agent.wire import MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
 from areal_gateway.fields import bad, choice, integer, labels, mapping, number, reward_value, text
+from areal_gateway.fleet.types import EngineSampling
 from areal_gateway.http import Handler, admin_error, answer, guarded, read_json, route_of
 from areal_gateway.records import CallRecord, Outcome, Sampling, SessionHistory
 from areal_gateway.sessions import REWARD, summary
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PURPOSES = ("train", "eval", "rollout")
 EVENT_IDLE_S = 10.0
 ERROR_CHARS = 4096
+MOST_PROBES = 16
 """Of an agent's error kept with its seal; a traceback may be longer than anybody reads."""
 
 
@@ -55,6 +57,7 @@ def routes(app: web.Application) -> None:
     admin("POST", "/admin/weights/begin", begin_weights)
     admin("POST", "/admin/weights/commit", commit_weights)
     admin("POST", "/admin/weights/abort", abort_weights)
+    admin("POST", "/admin/weights/probe", probe_weights)
     router.add_get("/health", guarded(health, admin_error))
     router.add_get("/metrics", guarded(metrics, admin_error))
 
@@ -283,6 +286,26 @@ async def abort_weights(gateway: Gateway, request: web.Request) -> web.Response:
     return await _weights(
         gateway, gateway.fleet.weights.abort(text(body, "update_id"), text(body, "reason", "not told"))
     )
+
+
+async def probe_weights(gateway: Gateway, request: web.Request) -> web.Response:
+    """{prompts: [[id]], max_tokens, temperature} -> {replies: [{engine, prompt_ids, token_ids, logprobs, versions}]}"""
+    body = mapping(await read_json(request))
+    prompts = body.get("prompts")
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MOST_PROBES or not all(map(is_ids, prompts)):
+        raise bad(f"prompts must be 1 to {MOST_PROBES} lists of token ids")
+    sampling = EngineSampling(
+        max_tokens=integer(body, "max_tokens", low=1), temperature=number(body, "temperature", low=1e-3)
+    )
+    try:
+        replies = await gateway.fleet.probe(prompts, sampling)
+    except EngineError as e:
+        raise GatewayError(str(e), status=502, code="engine_error") from e
+    return answer({"replies": [asdict(reply) for reply in replies]})
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
 
 
 async def _weights(gateway: Gateway, step: Any) -> web.Response:

@@ -15,6 +15,8 @@ from areal_agent.config import RunConfig
 from areal_agent.weights import Manifest
 from areal_gateway.calls import Calls, Fleet
 from areal_gateway.events import EventBus
+from areal_gateway.fleet.probe import ProbeReply
+from areal_gateway.fleet.types import EngineSampling
 from areal_gateway.leases import Leases
 from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import Metrics
@@ -47,6 +49,7 @@ class GatewayFleet(Fleet, Protocol):
     def state(self) -> str: ...
     @property
     def weights(self) -> Weights: ...
+    async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]: ...
     def status(self) -> dict[str, Any]: ...
 
 

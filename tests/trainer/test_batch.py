@@ -24,7 +24,8 @@ def seq(session: str, group: str = "g", reward: float | None = 0.0, **over: Any)
 
 
 def work(*sequences: Sequence, **kw: Any):
-    return prepare(Batch("lease-7", 4, sequences), **({"version": 4, "max_staleness": 1} | kw))
+    versions: dict[str, Any] = {"version": 4, "max_staleness": 1}
+    return prepare(Batch("lease-7", 4, sequences), **(versions | kw))
 
 
 def test_every_branch_of_a_session_has_the_sessions_advantage() -> None:
