@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -68,10 +68,13 @@ class Run:
         self._view = panel.view(self._progress)
         self._stack = contextlib.AsyncExitStack()
         self._seconds: dict[str, float] = {}
-        self._groups: list[Group] = []
+        self._recent: deque[Group] = deque(
+            maxlen=config.rollout.groups_per_step
+        )  # what a step's reward means
+        self._fresh: list[Group] = []  # finished since the last step was reported
         self._status: dict[str, Any] = {}
         self._rates: list[tuple[float, int]] = []
-        self._counted = 0  # groups that earlier steps have reported
+        self._finished: Counter[str] = Counter(trained=0, void=0)
 
     async def __aenter__(self) -> Run:
         stack = self._stack
@@ -93,7 +96,7 @@ class Run:
                 session_timeout_s=self.config.rollout.session_timeout_s,
                 reward_timeout_s=self.config.rollout.reward_timeout_s,
             )
-            self._controller = RolloutController(self._episodes, self.config, on_group=self._groups.append)
+            self._controller = RolloutController(self._episodes, self.config, on_group=self._note_group)
             await self._look()
         except BaseException:
             await stack.aclose()
@@ -178,8 +181,7 @@ class Run:
             "sessions": dict(self._episodes.outcomes),
             "sessions_without_calls": self._episodes.silent,
             "rewards": dict(self._reward.counts) if self._reward else {},
-            "groups": {"trained": len(self._groups) - sum(g.void for g in self._groups)}
-            | {"void": sum(g.void for g in self._groups)},
+            "groups": dict(self._finished),
             "engines": engines_by_state(status),
             "seconds": {name: round(s, 3) for name, s in self._seconds.items()},
             "run_dir": str(self.folder.path),
@@ -266,16 +268,17 @@ class Run:
             self._finish_step(version)
             self._controller.see_version(version)
 
+    def _note_group(self, group: Group) -> None:
+        self._finished["void" if group.void else "trained"] += 1
+        self._recent.append(group)
+        self._fresh.append(group)
+
     def _finish_step(self, step: int) -> None:
-        groups = self._groups[self._counted :]
-        self._counted = len(self._groups)
-        rewards = [r for g in groups for r in g.rewards]
+        groups, self._fresh = self._fresh, []
+        rewards = [r for g in self._recent for r in g.rewards]
         episodes = [e for g in groups for e in g.episodes]
-        trained = self._progress.trainer.get("reward_mean")
         if rewards:
             self._progress.rewards.append(fmean(rewards))
-        elif isinstance(trained, (int, float)):  # all its groups had finished before the last step
-            self._progress.rewards.append(float(trained))
         admission = self._controller.admission
         self._log.step(
             step,
@@ -283,7 +286,7 @@ class Run:
                 "reward": fmean(rewards) if rewards else None,
                 "groups": len(groups),
                 "groups_void": sum(g.void for g in groups),
-                "rewards_missing": len(episodes) - len(rewards),
+                "rewards_missing": sum(e.reward is None for e in episodes),
                 "sessions_failed": sum(e.outcome != "finished" for e in episodes),
                 "session_seconds": fmean(e.seconds for e in episodes) if episodes else None,
                 "running": admission.running,
