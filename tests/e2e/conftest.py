@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import descendants, left_of
+from process_tree import descendants, left_of
 
 
 @pytest.fixture(scope="session")

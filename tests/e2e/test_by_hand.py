@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from processes import descendants, left_of
+from process_tree import descendants, left_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

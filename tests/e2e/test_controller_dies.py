@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import descendants, left_of
+from process_tree import descendants, left_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

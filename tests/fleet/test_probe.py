@@ -1,0 +1,35 @@
+"""A probe asks every serving engine, and says which engine sampled what under which version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import fake_fleet
+from fakes.engine import expected
+
+from areal_gateway.fleet import EngineSampling
+
+GREEDY = EngineSampling(max_tokens=6, temperature=0.0, extra={"ignore_eos": True})
+
+
+async def test_every_serving_engine_answers_every_prompt(tmp_path: Path) -> None:
+    async with fake_fleet(tmp_path, 2) as h:
+        replies = await h.fleet.probe([[5, 6], [7]], GREEDY)
+    assert sorted((r.engine, r.prompt_ids) for r in replies) == [
+        ("attached-0", [5, 6]),
+        ("attached-0", [7]),
+        ("attached-1", [5, 6]),
+        ("attached-1", [7]),
+    ]
+    for reply in replies:
+        ids, logprobs = expected(reply.prompt_ids, 6)[:2]
+        assert (reply.token_ids, reply.versions) == (ids, [0] * 6)
+        assert reply.logprobs == logprobs
+
+
+async def test_a_lost_engine_is_left_out_and_suspected(tmp_path: Path) -> None:
+    async with fake_fleet(tmp_path, 2) as h:
+        h.engines[1].kill()
+        replies = await h.fleet.probe([[5, 6]], GREEDY)
+        assert [r.engine for r in replies] == ["attached-0"]
+        assert h.fleet.members[1].suspect.is_set()
