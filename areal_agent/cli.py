@@ -146,7 +146,7 @@ def gateway(
     With --model it makes a run folder of its own; with --run-dir alone it serves a folder that has a config.
     """
     from areal_agent import checks
-    from areal_agent.launch.memory import plan_engines
+    from areal_agent.launch.machine import plan_engines
     from areal_agent.rundir import RunDir
 
     folder = RunDir(run_dir) if run_dir else None
@@ -160,7 +160,8 @@ def gateway(
         }
         config = _settings(None, assignments, named | {"model": model}, run_dir)
         checks.before_start(config, trainer=False)
-        config.fleet.engines = plan_engines(config)
+        config.fleet.engines, why = plan_engines(config)
+        typer.echo(f"engines: {config.fleet.engines} ({why})")
         folder = RunDir.create(config)
     elif given:
         raise ConfigError(f"{folder.path} has a config already; give --run-dir alone, or another folder")

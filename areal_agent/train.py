@@ -15,7 +15,7 @@ from areal_agent import checks
 from areal_agent import dataset as data
 from areal_agent.controller import EvalResult, Group
 from areal_agent.errors import ArealError
-from areal_agent.launch.memory import plan_engines
+from areal_agent.launch.machine import plan_engines
 from areal_agent.panel import report
 from areal_agent.run import Run
 from areal_agent.settings import ConfigLike, resolve
@@ -99,10 +99,10 @@ async def atrain(
     settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
     training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
     checks.before_start(settings, trainer=True)
-    settings.fleet.engines = plan_engines(settings)
+    settings.fleet.engines, why = plan_engines(settings)
 
     async with Run(settings, agent, reward) as run:
-        run.remark(data.remarks(training, held_out))
+        run.remark([f"engines: {settings.fleet.engines} ({why})", *data.remarks(training, held_out)])
         before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
         await run.start_trainer()
         trainer = await run.train(training, held_out)
@@ -149,9 +149,10 @@ async def aevaluate(
     settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
     items = data.load(dataset)
     checks.before_start(settings, trainer=False)
-    settings.fleet.engines = plan_engines(settings)
+    settings.fleet.engines, why = plan_engines(settings)
 
     async with Run(settings, agent, reward) as run:
+        run.remark([f"engines: {settings.fleet.engines} ({why})"])
         result = await run.evaluate(items, "the model")
     assert result is not None  # load() refuses an empty data set
     return result
@@ -199,9 +200,10 @@ async def arollout(
     settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
     items = data.load(dataset)
     checks.before_start(settings, trainer=False)
-    settings.fleet.engines = plan_engines(settings)
+    settings.fleet.engines, why = plan_engines(settings)
 
     async with Run(settings, agent, reward) as run:
+        run.remark([f"engines: {settings.fleet.engines} ({why})"])
         return await run.rollout(items, group_size or settings.rollout.group_size)
 
 

@@ -17,11 +17,9 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_gateway.fleet import EngineSampling, Fleet
 from areal_gateway.fleet.process import (
     LaunchSpec,
-    available_gib,
     check_model,
     cpu_threads,
     engine_args,
-    engine_count,
     last_words,
 )
 
@@ -97,30 +95,6 @@ def test_thread_settings_of_the_environment_win(monkeypatch) -> None:
 
 
 # --- what fits -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("engines", "free_gib", "want"),
-    [("auto", 20.0, 2), ("auto", 9.0, 2), ("auto", 8.9, 1), ("auto", 3.5, 1), (2, 7.0, 2), (1, 3.5, 1)],
-)
-def test_as_many_engines_start_as_memory_allows(engines: int | str, free_gib: float, want: int) -> None:
-    n, why = engine_count(FleetConfig.model_validate({"engines": engines}), "cpu", free_gib)
-    assert n == want
-    if engines == "auto" and want == 1:
-        assert "one engine" in why
-        assert f"{free_gib:.1f} GiB" in why
-
-
-@pytest.mark.parametrize(("engines", "free_gib"), [("auto", 3.4), (2, 6.9), (1, 1.0)])
-def test_engines_that_do_not_fit_are_refused_in_a_sentence(engines: int | str, free_gib: float) -> None:
-    with pytest.raises(ConfigError) as caught:
-        engine_count(FleetConfig.model_validate({"engines": engines}), "cpu", free_gib)
-    assert f"{free_gib:.1f} GiB are free" in str(caught.value)
-    assert "fleet.memory_gib" in str(caught.value)
-
-
-def test_free_memory_is_read() -> None:
-    assert 0 < available_gib() < 10_000
 
 
 def test_a_folder_that_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import areal_agent
 from areal_agent import checks
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, GatewayError, RewardError, TrainerError
-from areal_agent.launch.memory import plan_engines
+from areal_agent.launch.machine import plan_engines
 from areal_agent.launch.services import Services
 from areal_agent.session import GatewayClient
 
@@ -93,7 +93,7 @@ def services(monkeypatch):
 
     monkeypatch.setattr("areal_agent.run.Services", Fresh)
     monkeypatch.setattr("areal_agent.run.POLL_S", 0.005)
-    monkeypatch.setattr("areal_agent.launch.memory.available_gib", lambda: 64.0)
+    monkeypatch.setattr("areal_agent.launch.machine.available_gib", lambda: 64.0)
     return Fresh
 
 
@@ -273,13 +273,16 @@ def test_a_port_in_use_is_a_sentence():
 
 
 @pytest.mark.parametrize(
-    ("asked", "free", "planned"), [("auto", 64, 2), ("auto", 6, 1), (2, 64, 2), (4, 64, 4), (1, 6, 1)]
+    ("asked", "free", "planned"),
+    [("auto", 64, 2), ("auto", 9, 2), ("auto", 8.9, 1), ("auto", 5.5, 1), (2, 64, 2), (4, 64, 4), (1, 6, 1)],
 )
 def test_engines_are_planned_by_memory(asked, free, planned):
-    assert plan_engines(RunConfig.parse({"fleet": {"engines": asked}}), free) == planned
+    count, why = plan_engines(RunConfig.parse({"fleet": {"engines": asked}}), free)
+    assert count == planned
+    assert f"{free:.1f} GiB are free" in why
 
 
-@pytest.mark.parametrize(("asked", "free"), [(2, 6.0), ("auto", 3.0)])
+@pytest.mark.parametrize(("asked", "free"), [(2, 6.0), (2, 8.9), ("auto", 5.4)])
 def test_too_little_memory_is_a_sentence(asked, free):
     with pytest.raises(ConfigError, match=rf"too little memory for .* engines.*only {free} GiB is available"):
         plan_engines(RunConfig.parse({"fleet": {"engines": asked}}), free)

