@@ -43,7 +43,8 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 
-_RANGES = {"+": ((10, 999), (10, 999)), "-": ((100, 999), (10, 99)), "*": ((11, 99), (11, 99))}
+# Small enough that no result has more than three digits: copying longer numbers takes a larger model longer.
+_RANGES = {"+": ((10, 499), (10, 499)), "-": ((100, 999), (10, 99)), "*": ((11, 99), (3, 9))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ def conversation(question: Question, kind: Kind, rng: random.Random) -> list[dic
     user = {"role": "user", "content": question.text}
     if kind == "guess":
         wrong = question.answer + rng.choice((-1, 1)) * rng.randint(1, max(9, abs(question.answer) // 3))
-        return [user, {"role": "assistant", "content": f"The answer is {wrong}."}]
+        # Worded apart from an answer, so that inventing a number does not unlearn repeating the tool's.
+        return [user, {"role": "assistant", "content": f"I guess {wrong}."}]
     op = question.op if kind == "right" else rng.choice([o for o in OPERATIONS if o != question.op])
     expression = f"{question.a}{op}{question.b}"
     arguments, result = json.dumps({"expression": expression}), calculate(expression)

@@ -1,6 +1,6 @@
 """The warm start: tokenizer and blank Qwen3, then two supervised phases by the trainer's own `train_sft`.
 
-1. Clean transcripts, until the model asks the calculator the right thing on nearly every unseen question.
+1. Clean transcripts, until the model solves nearly every unseen question.
 2. A few mediocre ones: most guess or take the wrong operator. The model still knows how, but mostly does
    not: this is what RL is given to repair.
 
@@ -28,7 +28,7 @@ from small_model.tokenizer import train_tokenizer
 from small_model.transcripts import Kind, Renderer, tokenizer_texts, transcripts
 
 CLEAN: Mapping[Kind, float] = {"right": 1.0}
-MEDIOCRE: Mapping[Kind, float] = {"guess": 0.55, "wrong_operator": 0.25, "right": 0.20}
+MEDIOCRE: Mapping[Kind, float] = {"guess": 0.60, "wrong_operator": 0.20, "right": 0.20}
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,10 @@ class Recipe:
     batch_tokens: int = 1600
     clean_steps: int = 400
     clean_rate: float = 1.5e-3
-    more_steps: int = 150
-    more_rate: float = 7e-4
+    more_steps: int = 200
     more_rounds: int = 4
-    clean_tool: float = 0.90
-    mediocre_steps: int = 60
+    clean_success: float = 0.95
+    mediocre_steps: int = 80
     mediocre_rate: float = 5e-4
     warmup_steps: int = 30
     greedy_most: float = 0.35
@@ -84,16 +83,16 @@ def make(scratch: Path, recipe: Recipe, seed: int, say: Callable[[str], None]) -
         note(
             f"asks the calculator rightly on {knows.tool:.2f} of unseen questions, solves {knows.success:.2f}"
         )
-        if knows.tool >= recipe.clean_tool:
+        if knows.success >= recipe.clean_success:
             break
         if extra == recipe.more_rounds:
             raise WarmStartFailed(
-                f"after {recipe.clean_steps + extra * recipe.more_steps} clean steps the model asks the calculator "
-                f"rightly on {knows.tool:.2f} of unseen questions; the recipe wants {recipe.clean_tool:.2f}"
+                f"after {recipe.clean_steps + extra * recipe.more_steps} clean steps the model solves "
+                f"{knows.success:.2f} of unseen questions; the recipe wants {recipe.clean_success:.2f}"
             )
         to = scratch / f"clean-{extra + 1}"
         folder = _phase(
-            folder, to, recipe, CLEAN, recipe.more_steps, recipe.more_rate, seed + extra + 1, note
+            folder, to, recipe, CLEAN, recipe.more_steps, recipe.clean_rate, seed + extra + 1, note
         )
     note("mediocre transcripts: guesses, wrong operators")
     to = scratch / "start"
