@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
-from areal_gateway.exchange import CallRequest, Exchange, Said
+from areal_gateway.exchange import CallRequest, ContextLengthError, Exchange, Said
 from areal_gateway.fleet.types import Chunk, EngineSampling
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
@@ -56,8 +56,8 @@ class Prepared:
     sampling: EngineSampling
 
 
-def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
-    """Attach, render or bridge, and check the room. Raises GatewayError (400)."""
+def place(tokens: Tokens, session: Session, request: CallRequest) -> tuple[Attachment, list[int], int]:
+    """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
     attachment = session.tree.attach(request.messages, request.tools)
     prompt_ids: list[int] | None = None
     shared = 0
@@ -71,14 +71,15 @@ def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
             attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
     if prompt_ids is None:
         prompt_ids = tokens.render(request.messages, request.tools)
+    return attachment, prompt_ids, shared
+
+
+def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
+    """Place the request, check the room and pin the sampling. Raises GatewayError (400)."""
+    attachment, prompt_ids, shared = place(tokens, session, request)
     room = tokens.context - len(prompt_ids)
     if room < 1:
-        raise GatewayError(
-            f"This model's maximum context length is {tokens.context} tokens. However, your messages resulted in "
-            f"{len(prompt_ids)} tokens. Please reduce the length of the messages.",
-            status=400,
-            code="context_length_exceeded",
-        )
+        raise ContextLengthError(len(prompt_ids), tokens.context)
     pinned = session.record.sampling
     limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
     sampling = EngineSampling(
@@ -190,11 +191,17 @@ class Calls:
             exchange = Exchange.restored(session, records)
             session.exchanges.setdefault(exchange.digest, []).append(exchange)
 
+    def count(self, session: Session, request: CallRequest) -> int:
+        """Tokens its prompt would have, were it asked now. Raises GatewayError (400)."""
+        check_open(session)
+        return len(place(self._tokens, session, request)[1])
+
     def start(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> Exchange:
         """Prepare and start. Raises GatewayError when the request cannot be served at all."""
         check_open(session)
         prepared = prepare(self._tokens, session, request)
         exchange = Exchange(session, request, digest, retry_key)
+        exchange.prompt_tokens = len(prepared.prompt_ids)
         session.exchanges.setdefault(digest, []).append(exchange)
         session.running.add(exchange)
         exchange.task = asyncio.create_task(
