@@ -57,6 +57,15 @@ def read_reply(
     return message
 
 
+def stopped_by(tokens: Tokens, output_ids: Sequence[int], stops: Sequence[str]) -> str | None:
+    """The stop string that a reply runs into first, or None."""
+    if not stops:
+        return None
+    text = tokens.text(tokens.body(list(output_ids)))
+    found = [(at, s) for s in stops if (at := text.find(s)) != -1]
+    return min(found)[1] if found else None
+
+
 def deltas_of(message: Message) -> list[Delta]:
     """A whole message as deltas, for a reply that is replayed."""
     out = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from areal_gateway.dialects.base import Counter, Dialect, Past, Served, StreamEncoder
 from areal_gateway.dialects.chat import ChatCompletions
+from areal_gateway.dialects.messages import CountTokens, Messages
 
-DIALECTS: dict[str, Dialect] = {d.path: d for d in (ChatCompletions(),)}
+DIALECTS: dict[str, Dialect] = {d.path: d for d in (ChatCompletions(), Messages())}
 
-COUNTERS: dict[str, Counter] = {}
+COUNTERS: dict[str, Counter] = {c.path: c for c in (CountTokens(),)}
 
 __all__ = ["COUNTERS", "DIALECTS", "Counter", "Dialect", "Past", "Served", "StreamEncoder"]
