@@ -58,7 +58,7 @@ class Prepared:
 
 def place(tokens: Tokens, session: Session, request: CallRequest) -> tuple[Attachment, list[int], int]:
     """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
-    attachment = session.tree.attach(request.messages, request.tools)
+    attachment = session.tree.attach(request.messages, request.tools, request.after)
     prompt_ids: list[int] | None = None
     shared = 0
     if (parent := attachment.parent) is not None:

@@ -56,8 +56,8 @@ class CallRequest:
     """A request as a dialect read it; everything past this point knows no dialect.
 
     `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
-    that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `notes` are the
-    dialect's own, for wording its reply; the core never reads them.
+    that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `after`: the exchange
+    that the client says it continues, which decides among calls that said the same. `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
 
     dialect: str
@@ -74,6 +74,7 @@ class CallRequest:
     logprobs: bool = False
     ignored: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
+    after: str | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from areal_gateway.dialects.base import Counter, Dialect, Past, Served, StreamEncoder
 from areal_gateway.dialects.chat import ChatCompletions
 from areal_gateway.dialects.messages import CountTokens, Messages
+from areal_gateway.dialects.responses import InputTokens, Responses
 
-DIALECTS: dict[str, Dialect] = {d.path: d for d in (ChatCompletions(), Messages())}
+DIALECTS: dict[str, Dialect] = {d.path: d for d in (ChatCompletions(), Responses(), Messages())}
 
-COUNTERS: dict[str, Counter] = {c.path: c for c in (CountTokens(),)}
+COUNTERS: dict[str, Counter] = {c.path: c for c in (InputTokens(), CountTokens())}
 
 __all__ = ["COUNTERS", "DIALECTS", "Counter", "Dialect", "Past", "Served", "StreamEncoder"]
