@@ -90,6 +90,8 @@ FIELDS: dict[str, Field] = {
     "safety_identifier": Field(_T.IGNORED, _SERVICE),
     "prompt_cache_key": Field(_T.IGNORED, _SERVICE),
     "prompt_cache_retention": Field(_T.IGNORED, _SERVICE),
+    "prompt_cache_options": Field(_T.IGNORED, _SERVICE),
+    "moderation": Field(_T.IGNORED, _SERVICE),
 }
 
 

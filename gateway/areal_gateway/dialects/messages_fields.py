@@ -38,6 +38,8 @@ PROMPT_FIELDS: dict[str, Field] = {
     ),
     "cache_control": Field(_T.IGNORED, "prompts are cached anyway"),
     "speed": Field(_T.IGNORED, _SERVICE),
+    "user_profile_id": Field(_T.IGNORED, _SERVICE),
+    "workspace_id": Field(_T.IGNORED, _SERVICE),
     "betas": Field(_T.IGNORED, _SERVICE),
     "context_management": Field(_T.IGNORED, "history is the agent's; nothing is cleared behind its back"),
     "mcp_servers": Field(_T.REFUSED, "the gateway opens no connections for a client", lambda v: v == []),
@@ -57,6 +59,4 @@ FIELDS: dict[str, Field] = {
     "service_tier": Field(_T.IGNORED, _SERVICE, lambda v: v == "auto"),
     "inference_geo": Field(_T.IGNORED, _SERVICE),
     "diagnostics": Field(_T.IGNORED, _SERVICE),
-    "user_profile_id": Field(_T.IGNORED, _SERVICE),
-    "workspace_id": Field(_T.IGNORED, _SERVICE),
 }
