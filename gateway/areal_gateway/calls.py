@@ -22,10 +22,11 @@ from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
-from areal_gateway.exchange import CallRequest, ContextLengthError, Exchange, Said
+from areal_gateway.exchange import CallRequest, ContextLengthError, Exchange, Prompt, Said
 from areal_gateway.fleet.types import Chunk, EngineSampling
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
+from areal_gateway.raw import place_raw
 from areal_gateway.records import CallRecord, CallState, Sampling, Span, floats, ints
 from areal_gateway.reply import Pace, ReplyFormat, ReplyStream, read_reply
 from areal_gateway.rows import call_rows
@@ -56,8 +57,12 @@ class Prepared:
     sampling: EngineSampling
 
 
-def place(tokens: Tokens, session: Session, request: CallRequest) -> tuple[Attachment, list[int], int]:
+def place(
+    tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None
+) -> tuple[Attachment, list[int], int]:
     """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
+    if prompt is not None:
+        return place_raw(tokens, session.tree, prompt)
     attachment = session.tree.attach(request.messages, request.tools, request.after)
     prompt_ids: list[int] | None = None
     shared = 0
@@ -74,9 +79,9 @@ def place(tokens: Tokens, session: Session, request: CallRequest) -> tuple[Attac
     return attachment, prompt_ids, shared
 
 
-def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
+def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Prepared:
     """Place the request, check the room and pin the sampling. Raises GatewayError (400)."""
-    attachment, prompt_ids, shared = place(tokens, session, request)
+    attachment, prompt_ids, shared = place(tokens, session, request, prompt)
     room = tokens.context - len(prompt_ids)
     if room < 1:
         raise ContextLengthError(len(prompt_ids), tokens.context)
@@ -199,9 +204,9 @@ class Calls:
     def start(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> Exchange:
         """Prepare and start. Raises GatewayError when the request cannot be served at all."""
         check_open(session)
-        prepared = prepare(self._tokens, session, request)
+        prepared = [prepare(self._tokens, session, request, p) for p in request.prompts or (None,)]
         exchange = Exchange(session, request, digest, retry_key)
-        exchange.prompt_tokens = len(prepared.prompt_ids)
+        exchange.prompt_tokens = sum(len(p.prompt_ids) for p in prepared)
         session.exchanges.setdefault(digest, []).append(exchange)
         session.running.add(exchange)
         exchange.task = asyncio.create_task(
@@ -210,14 +215,18 @@ class Calls:
         exchange.task.add_done_callback(lambda task: self._ended(exchange, task))
         return exchange
 
-    async def _run(self, exchange: Exchange, prepared: Prepared) -> None:
-        first = exchange.session.tree.ask(prepared.attachment, exchange.request.n)
-        if exchange.request.n == 1:
-            await self._call(exchange, prepared, 0, first)
+    async def _run(self, exchange: Exchange, prepared: list[Prepared]) -> None:
+        n = exchange.request.n
+        siblings: list[tuple[Prepared, int]] = []
+        for p in prepared:
+            first = exchange.session.tree.ask(p.attachment, n)
+            siblings += [(p, first + i) for i in range(n)]
+        if len(siblings) == 1:
+            await self._call(exchange, prepared[0], 0, siblings[0][1])
             return
         async with asyncio.TaskGroup() as group:
-            for index in range(exchange.request.n):
-                group.create_task(self._call(exchange, prepared, index, first + index))
+            for index, (p, sibling) in enumerate(siblings):
+                group.create_task(self._call(exchange, p, index, sibling))
 
     def _ended(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """However the task ended, its listeners hear of it."""
@@ -240,7 +249,7 @@ class Calls:
         sampling = prepared.sampling
         if (seed := seed_of(session.record.sampling, prepared.prompt_ids, sibling)) is not None:
             sampling = replace(sampling, seed=seed)
-        fmt = ReplyFormat(request.tools, request.parse_tools, request.stop)
+        fmt = ReplyFormat(request.tools, request.parse_tools, request.stop, plain=bool(request.prompts))
         stream = ReplyStream(self._tokens, fmt, prepared.prompt_ids, self._pace) if request.stream else None
         sampled, started = Sampled(), time.time()
         state, reason, reply, error = CallState.ABORTED, None, None, None

@@ -46,6 +46,9 @@ def exchange_id_of(response_id: str) -> str:
     return response_id.replace("-", "_").rpartition("_")[2]
 
 
+Prompt = str | tuple[int, ...]
+"""A raw prompt: text that is tokenised as it stands, or token ids."""
+
 RETRY_GRACE_S = 1.5
 """How long a call outlives a client whose SDK retries (`x-stainless-retry-count`). Those back off 0.5 s, then
 1 s; without the grace a time-out would throw the reply away just before it is asked for again."""
@@ -57,7 +60,8 @@ class CallRequest:
 
     `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
     that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `after`: the exchange
-    that the client says it continues, which decides among calls that said the same. `notes` are the dialect's own, for wording its reply; the core never reads them.
+    that the client says it continues, which decides among calls that said the same. `prompts`: instead of
+    messages, raw prompts, each of which makes `n` calls; their replies are plain text. `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
 
     dialect: str
@@ -75,7 +79,13 @@ class CallRequest:
     ignored: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     after: str | None = None
+    prompts: tuple[Prompt, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        """Calls that it makes."""
+        return self.n * max(1, len(self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,7 @@ class Exchange:
         self.digest = digest
         self.retry_key = retry_key
         self.prompt_tokens = 0
+        self.choices = request.choices
         self.created = time.time()
         self.records: list[CallRecord] = []
         self.error: GatewayError | None = None
@@ -131,7 +142,7 @@ class Exchange:
     @property
     def replayable(self) -> bool:
         """In progress, or ended with all its replies."""
-        return not self.finished or (self.error is None and len(self.records) == self.request.n)
+        return not self.finished or (self.error is None and len(self.records) == self.choices)
 
     def say(self, said: Said) -> None:
         self._said.append(said)
@@ -141,7 +152,9 @@ class Exchange:
         self.error = error
         self.finished = True
         self.records.sort(key=lambda r: r.index)
-        self.request = replace(self.request, messages=[], tools=[], notes={})  # a retry brings them again
+        self.request = replace(
+            self.request, messages=[], tools=[], prompts=(), notes={}
+        )  # a retry brings them again
         self._wake()
 
     def _wake(self) -> None:

@@ -101,6 +101,10 @@ class CallTree:
         self._asked[prompt] += n
         return before
 
+    def nodes(self) -> Iterator[Node]:
+        """Every call that can be continued, in the order they ended: a parent before its children."""
+        return iter(self._by_id.values())
+
     def node(self, call_id: str) -> Node | None:
         return self._by_id.get(call_id)
 
