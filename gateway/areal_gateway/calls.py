@@ -10,29 +10,28 @@ those that retry it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
-from areal_gateway.exchange import CallRequest, ContextLengthError, Exchange, Prompt, Said
+from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.fleet.types import Chunk, EngineSampling
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
-from areal_gateway.raw import place_raw
-from areal_gateway.records import CallRecord, CallState, Sampling, Span, floats, ints
+from areal_gateway.prepare import Prepared, place, prepare, seed_of
+from areal_gateway.records import CallRecord, CallState, Span, floats, ints
 from areal_gateway.reply import Pace, ReplyFormat, ReplyStream, read_reply
 from areal_gateway.rows import call_rows
 from areal_gateway.sessions import Session, check_open
 from areal_gateway.tokens import Tokens
-from areal_gateway.tree import Attachment, Cause, conversation
+from areal_gateway.tree import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -45,67 +44,6 @@ class Fleet(Protocol):
     def generate(
         self, *, session_id: str, prompt_ids: list[int], sampling: EngineSampling
     ) -> AsyncIterator[Chunk]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Where a request belongs and what it asks of the engine. Making one changed nothing."""
-
-    attachment: Attachment
-    prompt_ids: list[int]
-    shared: int
-    sampling: EngineSampling
-
-
-def place(
-    tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None
-) -> tuple[Attachment, list[int], int]:
-    """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
-    if prompt is not None:
-        return place_raw(tokens, session.tree, prompt)
-    attachment = session.tree.attach(request.messages, request.tools, request.after)
-    prompt_ids: list[int] | None = None
-    shared = 0
-    if (parent := attachment.parent) is not None:
-        before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
-        prompt_ids = tokens.bridge(
-            conversation(parent), before, sampled, attachment.new_messages, request.tools
-        )
-        shared = len(before) + len(sampled)
-        if prompt_ids is None:
-            attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
-    if prompt_ids is None:
-        prompt_ids = tokens.render(request.messages, request.tools)
-    return attachment, prompt_ids, shared
-
-
-def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Prepared:
-    """Place the request, check the room and pin the sampling. Raises GatewayError (400)."""
-    attachment, prompt_ids, shared = place(tokens, session, request, prompt)
-    room = tokens.context - len(prompt_ids)
-    if room < 1:
-        raise ContextLengthError(len(prompt_ids), tokens.context)
-    pinned = session.record.sampling
-    limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
-    sampling = EngineSampling(
-        max_tokens=min(limits),
-        temperature=pinned.temperature,
-        top_p=pinned.top_p,
-        top_k=pinned.top_k,
-        stop=list(request.stop),
-        stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
-    )
-    return Prepared(attachment, prompt_ids, shared, sampling)
-
-
-def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:
-    """A call's seed: repeatable from the session's seed, the prompt, and how often it was asked before."""
-    if pinned.seed is None:
-        return None
-    h = hashlib.blake2b(digest_size=4)
-    h.update(f"{pinned.seed}|{sibling}|".encode())
-    h.update(ints(prompt_ids).tobytes())
-    return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF
 
 
 class Sampled:
