@@ -62,7 +62,7 @@ def read_items(raw: list[Any], past: Past) -> list[Message]:
             raise bad(f"{where} must be an object, not {kind(item)}")
         if item.get("type") == "item_reference" or set(item) == {"id"}:
             item = _referred(item, past, where)
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 _add_message(out, item, where)
             case "reasoning":
