@@ -346,6 +346,16 @@ async def test_a_streams_events_come_in_openais_order(thinking: Served) -> None:
     assert {e["response"]["id"] for e in events if "response" in e} == {whole["id"]}
 
 
+async def test_a_stream_of_nothing_still_has_its_item(served: Served) -> None:
+    served.fleet.say("")
+    session = await served.open()
+    _, _, raw = await post(served, session, {"input": ASK, "stream": True})
+    events = events_of(raw)
+    items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert items == events[-1]["response"]["output"]
+    assert items[0]["content"][0]["text"] == ""
+
+
 async def test_a_replayed_stream_has_the_same_items(served: Served) -> None:
     served.fleet.say(f"Let me see.\n{tool_call()}")
     session = await served.open()
