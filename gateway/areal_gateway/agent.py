@@ -17,8 +17,8 @@ from aiohttp import web
 from areal_agent.errors import GatewayError
 from areal_gateway import auth
 from areal_gateway.core import Gateway
-from areal_gateway.dialects import DIALECTS, Dialect, Served
-from areal_gateway.exchange import CallRequest, Exchange
+from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
+from areal_gateway.exchange import CallRequest, Exchange, exchange_id_of
 from areal_gateway.fields import reward_value, text
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
 from areal_gateway.sessions import REWARD, Session
@@ -26,7 +26,7 @@ from areal_gateway.sessions import REWARD, Session
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 10.0
-"""A stream with nothing to say sends a comment this often; clients and proxies count silence as death."""
+"""A stream with nothing to say sends a sign of life this often; clients and proxies count silence as death."""
 
 LABEL_HEADER = "x-areal-label-"
 
@@ -37,6 +37,8 @@ def routes(app: web.Application) -> None:
     for prefix in ("", "/s/{key}"):
         for dialect in DIALECTS.values():
             app.router.add_post(prefix + dialect.path, guarded(completions(dialect), dialect.error))
+        for counter in COUNTERS.values():
+            app.router.add_post(prefix + counter.path, guarded(count(counter), counter.error))
         app.router.add_get(prefix + "/v1/models", guarded(models, openai_error))
         app.router.add_get(prefix + "/v1/models/{model:.+}", guarded(model, openai_error))
         app.router.add_post(prefix + "/v1/rewards", guarded(rewards, openai_error))
@@ -70,7 +72,7 @@ def completions(dialect: Dialect) -> Handler:
         session = await authenticate(gateway, request)
         try:
             body = await read_json(request)
-            asked = with_labels(dialect.read(body), request)
+            asked = with_labels(dialect.read(body, session), request)
             exchange = begin(gateway, session, dialect, asked, body, request)
         except GatewayError as e:
             session.last_error = str(e)
@@ -91,6 +93,16 @@ def completions(dialect: Dialect) -> Handler:
             await response.write_eof()
             gateway.sessions.delivered(session, [r.call_id for r in records])
             return response
+
+    return handle
+
+
+def count(counter: Counter) -> Handler:
+    async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
+        session = await authenticate(gateway, request)
+        asked = counter.read(await read_json(request), session)
+        tokens = gateway.calls.count(session, asked)
+        return web.Response(body=counter.reply(tokens), content_type=JSON)
 
     return handle
 
@@ -133,7 +145,7 @@ async def stream(
         async for said in exchange.listen(KEEP_ALIVE_S):
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b": keep-alive\n\n" if said is None else encoder.said(said))
+            await response.write(encoder.idle() if said is None else encoder.said(said))
     except GatewayError as e:
         if not response.prepared:
             raise
@@ -193,7 +205,7 @@ async def rewards(gateway: Gateway, request: web.Request) -> web.Response:
         raise GatewayError("the body must be a JSON object", status=400, code="invalid_request")
     call_id = None
     if (response_id := text(body, "response_id", "")) != "":
-        exchange_id = response_id.rpartition("-")[2]
+        exchange_id = exchange_id_of(response_id)
         found = [c for c in session.history.calls if exchange_id in (c.exchange_id, c.call_id)]
         if not found:
             raise GatewayError(

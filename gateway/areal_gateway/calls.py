@@ -10,13 +10,12 @@ those that retry it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -26,12 +25,13 @@ from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.fleet.types import Chunk, EngineSampling
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
-from areal_gateway.records import CallRecord, CallState, Sampling, Span, floats, ints
+from areal_gateway.prepare import Prepared, place, prepare, seed_of
+from areal_gateway.records import CallRecord, CallState, Span, floats, ints
 from areal_gateway.reply import Pace, ReplyFormat, ReplyStream, read_reply
 from areal_gateway.rows import call_rows
 from areal_gateway.sessions import Session, check_open
 from areal_gateway.tokens import Tokens
-from areal_gateway.tree import Attachment, Cause, conversation
+from areal_gateway.tree import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -44,62 +44,6 @@ class Fleet(Protocol):
     def generate(
         self, *, session_id: str, prompt_ids: list[int], sampling: EngineSampling
     ) -> AsyncIterator[Chunk]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Where a request belongs and what it asks of the engine. Making one changed nothing."""
-
-    attachment: Attachment
-    prompt_ids: list[int]
-    shared: int
-    sampling: EngineSampling
-
-
-def prepare(tokens: Tokens, session: Session, request: CallRequest) -> Prepared:
-    """Attach, render or bridge, and check the room. Raises GatewayError (400)."""
-    attachment = session.tree.attach(request.messages, request.tools)
-    prompt_ids: list[int] | None = None
-    shared = 0
-    if (parent := attachment.parent) is not None:
-        before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
-        prompt_ids = tokens.bridge(
-            conversation(parent), before, sampled, attachment.new_messages, request.tools
-        )
-        shared = len(before) + len(sampled)
-        if prompt_ids is None:
-            attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
-    if prompt_ids is None:
-        prompt_ids = tokens.render(request.messages, request.tools)
-    room = tokens.context - len(prompt_ids)
-    if room < 1:
-        raise GatewayError(
-            f"This model's maximum context length is {tokens.context} tokens. However, your messages resulted in "
-            f"{len(prompt_ids)} tokens. Please reduce the length of the messages.",
-            status=400,
-            code="context_length_exceeded",
-        )
-    pinned = session.record.sampling
-    limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
-    sampling = EngineSampling(
-        max_tokens=min(limits),
-        temperature=pinned.temperature,
-        top_p=pinned.top_p,
-        top_k=pinned.top_k,
-        stop=list(request.stop),
-        stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
-    )
-    return Prepared(attachment, prompt_ids, shared, sampling)
-
-
-def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:
-    """A call's seed: repeatable from the session's seed, the prompt, and how often it was asked before."""
-    if pinned.seed is None:
-        return None
-    h = hashlib.blake2b(digest_size=4)
-    h.update(f"{pinned.seed}|{sibling}|".encode())
-    h.update(ints(prompt_ids).tobytes())
-    return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF
 
 
 class Sampled:
@@ -190,11 +134,17 @@ class Calls:
             exchange = Exchange.restored(session, records)
             session.exchanges.setdefault(exchange.digest, []).append(exchange)
 
+    def count(self, session: Session, request: CallRequest) -> int:
+        """Tokens its prompt would have, were it asked now. Raises GatewayError (400)."""
+        check_open(session)
+        return len(place(self._tokens, session, request)[1])
+
     def start(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> Exchange:
         """Prepare and start. Raises GatewayError when the request cannot be served at all."""
         check_open(session)
-        prepared = prepare(self._tokens, session, request)
+        prepared = [prepare(self._tokens, session, request, p) for p in request.prompts or (None,)]
         exchange = Exchange(session, request, digest, retry_key)
+        exchange.prompt_tokens = sum(len(p.prompt_ids) for p in prepared)
         session.exchanges.setdefault(digest, []).append(exchange)
         session.running.add(exchange)
         exchange.task = asyncio.create_task(
@@ -203,14 +153,18 @@ class Calls:
         exchange.task.add_done_callback(lambda task: self._ended(exchange, task))
         return exchange
 
-    async def _run(self, exchange: Exchange, prepared: Prepared) -> None:
-        first = exchange.session.tree.ask(prepared.attachment, exchange.request.n)
-        if exchange.request.n == 1:
-            await self._call(exchange, prepared, 0, first)
+    async def _run(self, exchange: Exchange, prepared: list[Prepared]) -> None:
+        n = exchange.request.n
+        siblings: list[tuple[Prepared, int]] = []
+        for p in prepared:
+            first = exchange.session.tree.ask(p.attachment, n)
+            siblings += [(p, first + i) for i in range(n)]
+        if len(siblings) == 1:
+            await self._call(exchange, prepared[0], 0, siblings[0][1])
             return
         async with asyncio.TaskGroup() as group:
-            for index in range(exchange.request.n):
-                group.create_task(self._call(exchange, prepared, index, first + index))
+            for index, (p, sibling) in enumerate(siblings):
+                group.create_task(self._call(exchange, p, index, sibling))
 
     def _ended(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """However the task ended, its listeners hear of it."""
@@ -233,7 +187,7 @@ class Calls:
         sampling = prepared.sampling
         if (seed := seed_of(session.record.sampling, prepared.prompt_ids, sibling)) is not None:
             sampling = replace(sampling, seed=seed)
-        fmt = ReplyFormat(request.tools, request.parse_tools, request.stop)
+        fmt = ReplyFormat(request.tools, request.parse_tools, request.stop, plain=bool(request.prompts))
         stream = ReplyStream(self._tokens, fmt, prepared.prompt_ids, self._pace) if request.stream else None
         sampled, started = Sampled(), time.time()
         state, reason, reply, error = CallState.ABORTED, None, None, None

@@ -21,6 +21,34 @@ from areal_gateway.reply import Delta, deltas_of
 if TYPE_CHECKING:
     from areal_gateway.sessions import Session
 
+
+class ContextLengthError(GatewayError):
+    """No room for a reply. Each dialect words it as its own clients expect, so that they know to compact.
+
+    Attributes:
+        prompt_tokens: what the request came to.
+        context: most tokens of prompt and reply together.
+    """
+
+    def __init__(self, prompt_tokens: int, context: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            status=400,
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context = context
+
+
+def exchange_id_of(response_id: str) -> str:
+    """The exchange behind a response id such as `chatcmpl-ID`, `resp_ID` or `msg_ID`."""
+    return response_id.replace("-", "_").rpartition("_")[2]
+
+
+Prompt = str | tuple[int, ...]
+"""A raw prompt: text that is tokenised as it stands, or token ids."""
+
 RETRY_GRACE_S = 1.5
 """How long a call outlives a client whose SDK retries (`x-stainless-retry-count`). Those back off 0.5 s, then
 1 s; without the grace a time-out would throw the reply away just before it is asked for again."""
@@ -31,7 +59,9 @@ class CallRequest:
     """A request as a dialect read it; everything past this point knows no dialect.
 
     `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
-    that looks like a tool call stays text. `max_tokens` None: as far as the context goes.
+    that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `after`: the exchange
+    that the client says it continues, which decides among calls that said the same. `prompts`: instead of
+    messages, raw prompts, each of which makes `n` calls; their replies are plain text. `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
 
     dialect: str
@@ -48,6 +78,14 @@ class CallRequest:
     logprobs: bool = False
     ignored: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
+    after: str | None = None
+    prompts: tuple[Prompt, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        """Calls that it makes."""
+        return self.n * max(1, len(self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +110,8 @@ class Exchange:
         self.request = request
         self.digest = digest
         self.retry_key = retry_key
+        self.prompt_tokens = 0
+        self.choices = request.choices
         self.created = time.time()
         self.records: list[CallRecord] = []
         self.error: GatewayError | None = None
@@ -91,6 +131,7 @@ class Exchange:
         self = cls(session, request, head.digest, head.retry_key)
         self.exchange_id, self.created = head.exchange_id, head.started_at
         self.records = sorted((r for r in records if r.state in REPLIED), key=lambda r: r.index)
+        self.prompt_tokens = head.prompt_length
         self.finished, self.claims = True, 1
         return self
 
@@ -101,7 +142,7 @@ class Exchange:
     @property
     def replayable(self) -> bool:
         """In progress, or ended with all its replies."""
-        return not self.finished or (self.error is None and len(self.records) == self.request.n)
+        return not self.finished or (self.error is None and len(self.records) == self.choices)
 
     def say(self, said: Said) -> None:
         self._said.append(said)
@@ -111,7 +152,9 @@ class Exchange:
         self.error = error
         self.finished = True
         self.records.sort(key=lambda r: r.index)
-        self.request = replace(self.request, messages=[], tools=[])  # the records hold what is needed of them
+        self.request = replace(
+            self.request, messages=[], tools=[], prompts=(), notes={}
+        )  # a retry brings them again
         self._wake()
 
     def _wake(self) -> None:

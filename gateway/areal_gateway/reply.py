@@ -34,18 +34,22 @@ class ReplyFormat:
     """How one request wants its replies read.
 
     `parse_tools` False: the model was offered no tools, or told to use none; what looks like a tool call
-    is then text. `stop` strings end the text and are not part of it.
+    is then text. `stop` strings end the text and are not part of it. `plain`: the reply continues a raw
+    prompt; its text is given as it was sampled, white space and markup included.
     """
 
     tools: list[dict[str, Any]]
     parse_tools: bool
     stop: Sequence[str]
+    plain: bool = False
 
 
 def read_reply(
     tokens: Tokens, fmt: ReplyFormat, prompt_ids: list[int], output_ids: list[int], call_id: str
 ) -> Message:
     """The assistant message of a whole reply, in the shape of a chat completion's `message`."""
+    if fmt.plain:
+        return {"role": "assistant", "content": _cut(tokens.text(tokens.body(output_ids)), fmt.stop)}
     parsed = tokens.parse(output_ids, prompt_ids, fmt.tools)
     content = _final_content(tokens, fmt, parsed, output_ids)
     calls = _tool_calls(parsed, call_id) if fmt.parse_tools else []
@@ -55,6 +59,15 @@ def read_reply(
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def stopped_by(tokens: Tokens, output_ids: Sequence[int], stops: Sequence[str]) -> str | None:
+    """The stop string that a reply runs into first, or None."""
+    if not stops:
+        return None
+    text = tokens.text(tokens.body(list(output_ids)))
+    found = [(at, s) for s in stops if (at := text.find(s)) != -1]
+    return min(found)[1] if found else None
 
 
 def deltas_of(message: Message) -> list[Delta]:
@@ -92,6 +105,18 @@ class ReplyStream:
         now = time.perf_counter()
         if now < self._next_look:
             return []
+        out = self._plain(output_ids) if self._format.plain else self._parsed(output_ids)
+        self._next_look = now + self._pace.interval(time.perf_counter() - now)
+        return out
+
+    def _plain(self, output_ids: list[int]) -> list[Delta]:
+        text = self._tokens.text(self._tokens.body(output_ids)).rstrip("�")
+        if (more := self._grown(self._content, self._before_stop(text))) is None:
+            return []
+        self._content += more
+        return [Delta(content=more)]
+
+    def _parsed(self, output_ids: list[int]) -> list[Delta]:
         parsed = self._tokens.parse(output_ids, self._prompt_ids, self._format.tools)
         out = []
         if (
@@ -106,7 +131,6 @@ class ReplyStream:
         if (more := self._grown(self._content, text)) is not None:
             self._content += more
             out.append(Delta(content=more))
-        self._next_look = now + self._pace.interval(time.perf_counter() - now)
         return out
 
     def finish(self, message: Message) -> list[Delta]:

@@ -33,7 +33,7 @@ from areal_gateway.records import (
 )
 from areal_gateway.rows import delivery_row, reward_row, seal_row, session_row
 from areal_gateway.trajectories import fold, trainable_calls
-from areal_gateway.tree import CallTree
+from areal_gateway.tree import CallTree, conversation
 
 if TYPE_CHECKING:
     from areal_gateway.exchange import Exchange
@@ -72,6 +72,13 @@ class Session:
 
     def add(self, call: CallRecord) -> None:
         self.history.calls.append(call)
+
+    def conversation(self, exchange_id: str) -> list[dict[str, Any]] | None:
+        """All messages of an earlier exchange, its reply last; None where this session has no such reply."""
+        for call in reversed(self.history.calls):
+            if call.exchange_id == exchange_id and (node := self.tree.node(call.call_id)) is not None:
+                return conversation(node)
+        return None
 
 
 def reward_of(history: SessionHistory) -> tuple[str, float | None]:

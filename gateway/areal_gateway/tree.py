@@ -101,14 +101,20 @@ class CallTree:
         self._asked[prompt] += n
         return before
 
+    def nodes(self) -> Iterator[Node]:
+        """Every call that can be continued, in the order they ended: a parent before its children."""
+        return iter(self._by_id.values())
+
     def node(self, call_id: str) -> Node | None:
         return self._by_id.get(call_id)
 
-    def attach(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Attachment:
+    def attach(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], after: str | None = None
+    ) -> Attachment:
         """Attach a request to the deepest stored call whose conversation it extends by at least one message.
 
         Of several calls with that same conversation (siblings that happened to say the same) it is the one
-        whose tool-call ids the request repeats, else the latest.
+        of the exchange `after`, else the one whose tool-call ids the request repeats, else the latest.
         """
         keys = canonical.chain(messages)
         tools_key = canonical.tools_key(tools)
@@ -123,7 +129,8 @@ class CallTree:
                 continue
             ids = canonical.tool_call_ids(messages[length - 1])
             named = [n for n in same if ids and canonical.tool_call_ids(n.record.reply or {}) == ids]
-            return Attachment((named or same)[-1], None, keys, tools_key, messages)
+            told = [n for n in same if after is not None and n.record.exchange_id == after]
+            return Attachment((told or named or same)[-1], None, keys, tools_key, messages)
         cause = Cause.TOOLS_CHANGED if other_tools else self._cause(messages, keys)
         return Attachment(None, cause, keys, tools_key, messages)
 

@@ -22,6 +22,20 @@ def tokens(model_folder: Path) -> Tokens:
     return Tokens.load(model_folder, GatewayConfig())
 
 
+@pytest.fixture(scope="session")
+def thinking_tokens(model_folder: Path) -> Tokens:
+    return Tokens.load(model_folder, GatewayConfig(enable_thinking=True))
+
+
+@pytest.fixture
+async def thinking(thinking_tokens: Tokens, tmp_path: Path) -> AsyncIterator[Served]:
+    """A gateway whose model thinks before it answers."""
+    gateway = make_app(thinking_tokens, tmp_path)
+    await gateway.start()
+    yield gateway
+    await gateway.stop()
+
+
 @pytest.fixture
 async def served(tokens: Tokens, tmp_path: Path) -> AsyncIterator[Served]:
     gateway = make_app(tokens, tmp_path)

@@ -12,12 +12,14 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -201,7 +203,7 @@ class Served:
         self.fleet = fleet
         self.ledger = ledger
         self.server = TestServer(app)
-        self.clients: list[AsyncOpenAI] = []
+        self.clients: list[Any] = []
 
     @property
     def gateway(self) -> Gateway:
@@ -259,12 +261,34 @@ class Served:
         self.clients.append(client)
         return client
 
+    def anthropic(self, session: dict[str, Any], **options: Any) -> Any:
+        """Its SDK puts /v1 into its paths, and the key into `x-api-key`."""
+        client = AsyncAnthropic(base_url=self.url, api_key=session["api_key"], **options)
+        self.clients.append(client)
+        return client
+
+    async def one_branch(self, session: dict[str, Any]) -> list[int]:
+        """Assert that all calls so far are one branch, each prompt beginning with the ids of the call before;
+        that is what the trainer gets, every sampled token once. Returns its ids."""
+        asked = self.fleet.asked
+        for before, after in pairwise(asked):
+            stored = before.prompt_ids + before.output_ids
+            assert after.prompt_ids[: len(stored)] == stored
+        (sequence,) = (await self.inspect(session, trajectory=True))["sequences"]
+        assert sequence["token_ids"] == asked[-1].prompt_ids + asked[-1].output_ids
+        assert sum(sequence["loss_mask"]) == sum(len(a.output_ids) for a in asked)
+        return sequence["token_ids"]
+
     async def post(
-        self, session: dict[str, Any], body: Any, headers: dict[str, str] | None = None
+        self,
+        session: dict[str, Any],
+        body: Any,
+        headers: dict[str, str] | None = None,
+        path: str = "/v1/chat/completions",
     ) -> tuple[int, Any, Any]:
-        """A raw chat completion: (status, headers, parsed body or bytes)."""
+        """A raw request: (status, headers, parsed body or bytes)."""
         all_headers = {"Authorization": f"Bearer {session['api_key']}", **(headers or {})}
-        async with self.http.post(self.url + "/v1/chat/completions", json=body, headers=all_headers) as r:
+        async with self.http.post(self.url + path, json=body, headers=all_headers) as r:
             raw = await r.read()
             return r.status, r.headers, json.loads(raw) if r.content_type == "application/json" else raw
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal_agent.errors import GatewayError
+from areal_gateway.dialects.fields import Field
 from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.records import CallRecord
 from areal_gateway.tokens import Tokens
@@ -24,6 +25,14 @@ class Served:
     model: str
 
 
+class Past(Protocol):
+    """What a session said before, for a dialect whose requests refer to it. Reading it changes nothing."""
+
+    def conversation(self, exchange_id: str) -> list[dict[str, Any]] | None:
+        """All messages of an earlier exchange, its reply last; None where there is no such reply."""
+        ...
+
+
 class StreamEncoder(Protocol):
     """One stream of server-sent events to one client."""
 
@@ -33,16 +42,21 @@ class StreamEncoder(Protocol):
         """The error, as this API tells one in the middle of a stream."""
         ...
 
+    def idle(self) -> bytes:
+        """A sign of life while there is nothing to say."""
+        ...
+
     def done(self, records: list[CallRecord]) -> bytes: ...
 
 
 class Dialect(Protocol):
-    """One API. `path` is where it is served, relative to the root."""
+    """One API. `path` is where it is served, relative to the root; `fields` says what becomes of a request's."""
 
     name: str
     path: str
+    fields: dict[str, Field]
 
-    def read(self, body: Any) -> CallRequest:
+    def read(self, body: Any, past: Past) -> CallRequest:
         """A parsed JSON body -> request. Raises GatewayError (400) with a sentence."""
         ...
 
@@ -55,6 +69,19 @@ class Dialect(Protocol):
     def error(self, error: GatewayError) -> bytes:
         """An error as this API shapes it."""
         ...
+
+
+class Counter(Protocol):
+    """An endpoint that tells how long a prompt would be, and samples nothing."""
+
+    path: str
+    fields: dict[str, Field]
+
+    def read(self, body: Any, past: Past) -> CallRequest: ...
+
+    def reply(self, tokens: int) -> bytes: ...
+
+    def error(self, error: GatewayError) -> bytes: ...
 
 
 def usage_of(records: Iterable[CallRecord]) -> dict[str, int]:

@@ -6,23 +6,36 @@ was sampled: `usage` counts the engine's ids, `logprobs` are the engine's.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import orjson
 
 from areal_agent.errors import GatewayError
 from areal_gateway.canonical import role_of, text_of
-from areal_gateway.dialects.base import Served, usage_of
+from areal_gateway.dialects.base import Past, Served, usage_of
 from areal_gateway.dialects.fields import Field, Treatment, treat
+from areal_gateway.dialects.openai_shapes import (
+    KEEP_ALIVE,
+    data_event,
+    error_body,
+    error_object,
+    token_logprobs,
+)
+from areal_gateway.dialects.reading import (
+    MAX_SIBLINGS,
+    an_object,
+    bad,
+    flag,
+    function_call,
+    integer,
+    kind,
+    labels,
+    model_name,
+    stops,
+    token_ids,
+)
 from areal_gateway.exchange import CallRequest, Exchange, Said
 from areal_gateway.records import CallRecord
-
-MAX_SIBLINGS = 128
-"""Most choices of one request, OpenAI's own limit."""
-
-MAX_STOPS = 16
-MAX_LABELS = 16
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
@@ -77,44 +90,42 @@ FIELDS: dict[str, Field] = {
     "safety_identifier": Field(_T.IGNORED, _SERVICE),
     "prompt_cache_key": Field(_T.IGNORED, _SERVICE),
     "prompt_cache_retention": Field(_T.IGNORED, _SERVICE),
+    "prompt_cache_options": Field(_T.IGNORED, _SERVICE),
+    "moderation": Field(_T.IGNORED, _SERVICE),
 }
-
-
-def _bad(message: str, code: str = "invalid_request") -> GatewayError:
-    return GatewayError(message, status=400, code=code)
 
 
 class ChatCompletions:
     name = "chat.completions"
     path = "/v1/chat/completions"
+    fields = FIELDS
 
-    def read(self, body: Any) -> CallRequest:
-        if not isinstance(body, dict):
-            raise _bad(f"the body must be a JSON object, not {_kind(body)}")
+    def read(self, body: Any, past: Past) -> CallRequest:
+        body = an_object(body)
         ignored = treat(FIELDS, body)
         tools = read_tools(body.get("tools"))
-        stream = _flag(body, "stream")
+        stream = flag(body, "stream")
         options = body.get("stream_options") or {}
         if not isinstance(options, dict):
-            raise _bad(f"stream_options must be an object, not {_kind(options)}")
+            raise bad(f"stream_options must be an object, not {kind(options)}")
         limit = body.get("max_completion_tokens")
         if limit is None:
             limit = body.get("max_tokens")
         return CallRequest(
             dialect=self.name,
-            model=body["model"] if isinstance(body.get("model"), str) else "",
+            model=model_name(body),
             messages=read_messages(body.get("messages")),
             tools=tools,
             parse_tools=bool(tools) and body.get("tool_choice") != "none",
-            n=_integer(body.get("n"), "n", 1, MAX_SIBLINGS) or 1,
-            max_tokens=_integer(limit, "max_completion_tokens", 1, 2**31 - 1),
-            stop=_stops(body.get("stop")),
-            stop_token_ids=_token_ids(body.get("stop_token_ids")),
+            n=integer(body.get("n"), "n", 1, MAX_SIBLINGS) or 1,
+            max_tokens=integer(limit, "max_completion_tokens", 1, 2**31 - 1),
+            stop=stops(body.get("stop")),
+            stop_token_ids=token_ids(body.get("stop_token_ids")),
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
-            logprobs=_flag(body, "logprobs"),
+            logprobs=flag(body, "logprobs"),
             ignored=ignored,
-            labels=_labels(body.get("metadata")),
+            labels=labels(body.get("metadata")),
         )
 
     def reply(self, served: Served, request: CallRequest, exchange: Exchange) -> bytes:
@@ -143,7 +154,7 @@ class ChatCompletions:
         return ChatStream(served, request, exchange)
 
     def error(self, error: GatewayError) -> bytes:
-        return orjson.dumps({"error": _error(error)})
+        return error_body(error, "messages")
 
 
 class ChatStream:
@@ -181,12 +192,15 @@ class ChatStream:
         return out + self._choice(said.index, delta, logprobs)
 
     def failed(self, error: GatewayError) -> bytes:
-        return _event({"error": _error(error)})
+        return data_event({"error": error_object(error, "messages")})
+
+    def idle(self) -> bytes:
+        return KEEP_ALIVE
 
     def done(self, records: list[CallRecord]) -> bytes:
         out = b""
         if self._request.include_usage:
-            out = _event({**self._head, "choices": [], "usage": usage_of(records)})
+            out = data_event({**self._head, "choices": [], "usage": usage_of(records)})
         return out + b"data: [DONE]\n\n"
 
     def _choice(
@@ -196,41 +210,11 @@ class ChatStream:
         chunk = {**self._head, "choices": [choice]}
         if self._request.include_usage:
             chunk["usage"] = None
-        return _event(chunk)
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-}
-
-
-def _error(error: GatewayError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    param = "messages" if error.code == "context_length_exceeded" else None
-    kind = _ERROR_TYPES.get(error.status, kind)
-    return {"message": str(error), "type": kind, "param": param, "code": error.code or None}
+        return data_event(chunk)
 
 
 def _logprobs(served: Served, pairs: Any) -> dict[str, Any]:
-    content = []
-    for token, logprob in pairs:
-        text = served.tokens.text([token])
-        content.append(
-            {
-                "token": text,
-                "logprob": logprob if math.isfinite(logprob) else None,
-                "bytes": None if "�" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-        )
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(served, pairs), "refusal": None}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -241,19 +225,19 @@ _ROLES = ("system", "user", "assistant", "tool")
 def read_messages(raw: Any) -> list[dict[str, Any]]:
     """Messages in the shape renderers take. Raises GatewayError (400) naming the message that is wrong."""
     if not isinstance(raw, list) or not raw:
-        raise _bad(f"messages must be a list with at least one message, not {_kind(raw)}")
+        raise bad(f"messages must be a list with at least one message, not {kind(raw)}")
     return [_message(m, i) for i, m in enumerate(raw)]
 
 
 def _message(raw: Any, i: int) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
-        raise _bad(f"messages[{i}] must be an object with a role")
+        raise bad(f"messages[{i}] must be an object with a role")
     role = role_of(raw)
     if role not in _ROLES:
-        raise _bad(f"messages[{i}] has role {raw['role']!r}; known are developer, {', '.join(_ROLES)}")
+        raise bad(f"messages[{i}] has role {raw['role']!r}; known are developer, {', '.join(_ROLES)}")
     content = text_of(raw.get("content"))
     if not isinstance(content, str):
-        raise _bad(
+        raise bad(
             f"messages[{i}] has content that is not text; this model reads text only", "unsupported_content"
         )
     message: dict[str, Any] = {"role": role, "content": content}
@@ -270,22 +254,14 @@ def _calls(raw: dict[str, Any], i: int) -> list[dict[str, Any]]:
     if not calls and raw.get("function_call"):
         calls = [{"function": raw["function_call"]}]
     if not isinstance(calls, list):
-        raise _bad(f"messages[{i}].tool_calls must be a list, not {_kind(calls)}")
+        raise bad(f"messages[{i}].tool_calls must be a list, not {kind(calls)}")
     out = []
     for j, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"messages[{i}].tool_calls[{j}] must have a function with a name")
-        arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = orjson.dumps({} if arguments is None else arguments).decode()
-        out.append(
-            {
-                "id": str(call.get("id") or ""),
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
+            raise bad(f"messages[{i}].tool_calls[{j}] must have a function with a name")
+        where = f"messages[{i}].tool_calls[{j}]"
+        out.append(function_call(call.get("id"), function["name"], function.get("arguments"), where))
     return out
 
 
@@ -297,60 +273,15 @@ def read_tools(raw: Any) -> list[dict[str, Any]]:
     if not raw:
         return []
     if not isinstance(raw, list):
-        raise _bad(f"tools must be a list, not {_kind(raw)}")
+        raise bad(f"tools must be a list, not {kind(raw)}")
     out = []
     for i, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(
+            raise bad(
                 f"tools[{i}] must be {{type: function, function: {{name, ...}}}}; other tools are not served"
             )
         first = {k: function[k] for k in ("name", "description", "parameters") if function.get(k) is not None}
         rest = {k: v for k, v in function.items() if k not in first and v is not None}
         out.append({"type": "function", "function": {**first, **rest}})
     return out
-
-
-def _stops(raw: Any) -> tuple[str, ...]:
-    stops = [raw] if isinstance(raw, str) else raw or []
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) for s in stops):
-        raise _bad(f"stop must be a string or a list of at most {MAX_STOPS} strings")
-    return tuple(s for s in stops if s)
-
-
-def _token_ids(raw: Any) -> tuple[int, ...]:
-    ids = raw or []
-    if not isinstance(ids, list) or not all(type(t) is int and t >= 0 for t in ids):
-        raise _bad("stop_token_ids must be a list of token ids")
-    return tuple(ids)
-
-
-def _integer(raw: Any, name: str, low: int, high: int) -> int | None:
-    if raw is None:
-        return None
-    if type(raw) is not int or not low <= raw <= high:
-        raise _bad(f"{name} must be an integer from {low} to {high}, not {raw!r}")
-    return raw
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise _bad(f"{name} must be true or false, not {value!r}")
-    return value
-
-
-def _labels(raw: Any) -> dict[str, str]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict) or len(raw) > MAX_LABELS:
-        raise _bad(f"metadata must be an object of at most {MAX_LABELS} strings")
-    return {str(k)[:64]: str(v)[:512] for k, v in raw.items()}
-
-
-def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a string", type(None): "null"}.get(
-        type(value), f"{value!r}"[:40]
-    )

@@ -14,16 +14,23 @@ from areal_agent.errors import GatewayError
 
 
 class Treatment(StrEnum):
-    """What the gateway does with a field."""
+    """What the gateway does with a field. `meaning` is its sentence."""
 
-    HONOURED = "honoured"
-    """It does what the API says."""
-    PINNED = "pinned"
-    """The run decides, whatever the agent asks: it would change the distribution that is trained."""
-    IGNORED = "ignored"
-    """It has no effect here; the reply is what it would be without it."""
-    REFUSED = "refused"
-    """Serving the request without it would answer something else than was asked: a 400."""
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Treatment:
+        self = str.__new__(cls, value)
+        self._value_ = value
+        self.meaning = meaning
+        return self
+
+    HONOURED = "honoured", "it does what the API says"
+    PINNED = (
+        "pinned",
+        "the run decides, whatever the agent asks: it would change the distribution that is trained",
+    )
+    IGNORED = "ignored", "it has no effect here; the reply is what it would be without it"
+    REFUSED = "refused", "serving the request without it would answer something else than was asked: a 400"
 
 
 def _never(_: Any) -> bool:

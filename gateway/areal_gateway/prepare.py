@@ -1,0 +1,78 @@
+"""Where a request belongs, which ids it becomes, and how it is sampled: all that is decided before it runs.
+
+Invariant: preparing changes nothing. The sampling is the session's, whatever the request says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from areal_gateway.exchange import CallRequest, ContextLengthError, Prompt
+from areal_gateway.fleet.types import EngineSampling
+from areal_gateway.raw import place_raw
+from areal_gateway.records import Sampling, ints
+from areal_gateway.sessions import Session
+from areal_gateway.tokens import Tokens
+from areal_gateway.tree import Attachment, Cause, conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Where a request belongs and what it asks of the engine. Making one changed nothing."""
+
+    attachment: Attachment
+    prompt_ids: list[int]
+    shared: int
+    sampling: EngineSampling
+
+
+def place(
+    tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None
+) -> tuple[Attachment, list[int], int]:
+    """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
+    if prompt is not None:
+        return place_raw(tokens, session.tree, prompt)
+    attachment = session.tree.attach(request.messages, request.tools, request.after)
+    prompt_ids: list[int] | None = None
+    shared = 0
+    if (parent := attachment.parent) is not None:
+        before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
+        prompt_ids = tokens.bridge(
+            conversation(parent), before, sampled, attachment.new_messages, request.tools
+        )
+        shared = len(before) + len(sampled)
+        if prompt_ids is None:
+            attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
+    if prompt_ids is None:
+        prompt_ids = tokens.render(request.messages, request.tools)
+    return attachment, prompt_ids, shared
+
+
+def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Prepared:
+    """Place the request, check the room and pin the sampling. Raises GatewayError (400)."""
+    attachment, prompt_ids, shared = place(tokens, session, request, prompt)
+    room = tokens.context - len(prompt_ids)
+    if room < 1:
+        raise ContextLengthError(len(prompt_ids), tokens.context)
+    pinned = session.record.sampling
+    limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
+    sampling = EngineSampling(
+        max_tokens=min(limits),
+        temperature=pinned.temperature,
+        top_p=pinned.top_p,
+        top_k=pinned.top_k,
+        stop=list(request.stop),
+        stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
+    )
+    return Prepared(attachment, prompt_ids, shared, sampling)
+
+
+def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:
+    """A call's seed: repeatable from the session's seed, the prompt, and how often it was asked before."""
+    if pinned.seed is None:
+        return None
+    h = hashlib.blake2b(digest_size=4)
+    h.update(f"{pinned.seed}|{sibling}|".encode())
+    h.update(ints(prompt_ids).tobytes())
+    return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF
