@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("lease", "proximal", "forward_backward", "step", "broadcast", "idle")
+PHASES = ("lease", "proximal", "forward_backward", "step", "broadcast", "probe", "idle")
 
 
 class Clock:
