@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ def main(doc: str, measure: Callable[[bool], Report], argv: Sequence[str] | None
 
 
 def show(report: Report) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     columns = list(dict.fromkeys(name for row in report.rows for name in row))
-    table = Table(*columns)
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=box.SIMPLE)
     for row in report.rows:
         table.add_row(*(_cell(row.get(name, "")) for name in columns))
     if report.rows:
