@@ -37,9 +37,14 @@ def main() -> None:
         stop(
             f"set-up needs about {DISK_GIB} GiB of disk and {free:.1f} GiB are free; make room and try again"
         )
-    say(f"making .venv with {base} (about three minutes, 4 GB)")
-    run([base, "-m", "venv", "--clear", str(VENV)], "python's venv module is missing (Debian: python3-venv)")
-    say("installing vLLM, torch and the rest")
+    if made_with(base):
+        say("bringing .venv up to date")
+    else:
+        say(f"making .venv with {base}, with vLLM, torch and the rest (about three minutes, 4 GB)")
+        run(
+            [base, "-m", "venv", "--clear", str(VENV)],
+            "python's venv module is missing (Debian: python3-venv)",
+        )
     extra = torch_source()
     run(
         [*pip(), "install", "-qq", *extra, "-e", f"{ROOT}[{EXTRAS}]"],
@@ -59,6 +64,13 @@ def find_python() -> str:
         if found := shutil.which(f"python{version}"):
             return found
     stop(f"no Python {', '.join(VERSIONS)} found (this is {sys.version.split()[0]}); install one of them")
+
+
+def made_with(base: str) -> bool:
+    """Whether `.venv` is there, whole, and of this interpreter: then pip only has to add what is missing."""
+    if not (STAMP.exists() and python().exists()):
+        return False
+    return python().resolve() == Path(base).resolve()
 
 
 def digest(base: str) -> str:
