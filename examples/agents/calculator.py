@@ -50,8 +50,12 @@ def calculate(expression: str) -> str:
         raise ValueError("only integers, +, - and * can be computed")
 
     try:
-        if len(expression) > 64:  # bounds the depth, and the size of any result
-            raise ValueError("the expression is too long")
+        if not re.fullmatch(
+            r"[0-9+\-*() ]{1,64}", expression
+        ):  # the length bounds depth and size of a result
+            raise ValueError("only integers, +, - and * can be computed, in at most 64 characters")
+        if not re.fullmatch(r"[\d\s()*+-]*", expression, re.ASCII):
+            raise ValueError("only integers, +, - and * can be computed")
         return str(value(ast.parse(expression.strip(), mode="eval").body))
     except (ValueError, SyntaxError) as e:
         return f"error: {getattr(e, 'msg', e)}"

@@ -126,10 +126,11 @@ async def test_updates_on_a_real_engine(run: tuple[Fleet, Policies]) -> None:
         assert_exact(policies, ids, logprobs, spans)
 
     # Replies that live through an update: exact on both sides of the boundary.
-    calls = [asyncio.create_task(reply(fleet, 400, f"s{i}")) for i in range(8)]
+    tensors = policies.tensors(4)
+    calls = [asyncio.create_task(reply(fleet, 900, f"s{i}")) for i in range(8)]
     await until(lambda: sum(m.calls for m in fleet.members) == 8)
     await asyncio.sleep(0.3)
-    await sender.push(fleet.weights, 4, policies.tensors(4))
+    await sender.push(fleet.weights, 4, tensors)
     for ids, logprobs, spans in await asyncio.gather(*calls):
         assert [v for _, _, v in spans] == [3, 4]
         assert_exact(policies, ids, logprobs, spans)

@@ -151,7 +151,11 @@ def test_sigterm_gives_the_lease_back_at_once(tmp_path: Path, model: Path) -> No
     ("gateway", "trainer", "sentence"),
     [
         ({"corrupt": 0.5}, {}, r"engine and trainer disagree by 0.5 nats"),
-        ({"corrupt_probe": 0.5}, {}, "right after version 1 was committed: the engine does not compute with the weights"),
+        (
+            {"corrupt_probe": 0.5},
+            {},
+            "right after version 1 was committed: the engine does not compute with the weights",
+        ),
         ({"ready": 1}, {"wait_s": 0.5}, r"no batch of 4 groups became ready within trainer.wait_s = 0.5 s"),
     ],
 )

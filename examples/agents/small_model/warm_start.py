@@ -80,9 +80,7 @@ def make(scratch: Path, recipe: Recipe, seed: int, say: Callable[[str], None]) -
     )
     for extra in range(recipe.more_rounds + 1):
         knows = measure(folder, unseen)
-        note(
-            f"asks the calculator rightly on {knows.tool:.2f} of unseen questions, solves {knows.success:.2f}"
-        )
+        note(f"on unseen questions it asks the right sum {knows.tool:.2f}, solves {knows.success:.2f}")
         if knows.success >= recipe.clean_success:
             break
         if extra == recipe.more_rounds:
