@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Harness, fake_fleet, run_config
 from fakes.engine import FakeEngine, Reply, expected
+from fleet_kit import Harness, fake_fleet, run_config
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Harness, fake_command, run_config
+from fleet_kit import Harness, fake_command, run_config
 
 from areal_agent.config import FleetConfig
 from areal_agent.errors import ConfigError, EngineError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import fake_fleet
 from fakes.engine import expected
+from fleet_kit import fake_fleet
 
 from areal_gateway.fleet import EngineSampling
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_config, until
 from fakes.sender import Sender, checksums, pack
+from fleet_kit import run_config, until
 
 from areal_agent.errors import WeightUpdateError
 from areal_gateway.fleet import EngineSampling, Fleet

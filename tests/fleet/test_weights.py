@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Harness, fake_fleet, run_config
 from fakes.engine import FakeEngine, expected, simulated_checksums
 from fakes.sender import Sender, checksums, pack
+from fleet_kit import Harness, fake_fleet, run_config
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.weights import Manifest, plan
