@@ -34,6 +34,10 @@ class EngineLost(EngineError):
     """The connection failed or was cut: the engine died, or is about to be found dead."""
 
 
+class EngineTimedOut(EngineError):
+    """A reply was not whole in time: the engine is busy, or paused. It lives."""
+
+
 class EngineRefused(EngineError):
     """The engine answered with an error; it lives, and the same request would be refused again.
 
@@ -86,7 +90,8 @@ class EngineClient:
         Raises:
             EngineLost: connection failed, or the stream ended early.
             EngineRefused: the engine answered with an error.
-            EngineError: it took longer than `timeout_s`, or broke the protocol.
+            EngineTimedOut: it took longer than `timeout_s`.
+            EngineError: it broke the protocol.
         """
         body = {
             "model": self.model,
@@ -107,7 +112,7 @@ class EngineClient:
                     if (chunk := reader.read(data)) is not None:
                         yield chunk
         except TimeoutError:
-            raise EngineError(
+            raise EngineTimedOut(
                 f"engine {self.url} had not finished the reply after {timeout_s:.0f} s "
                 f"({reader.n} tokens came); raise fleet.call_timeout_s or lower max_tokens"
             ) from None

@@ -290,7 +290,11 @@ class Fleet:
 
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
         """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
-        return await probe(self._serving(), prompts, sampling, self.config.weights.pause_timeout_s)
+
+        def left_out(member: Member, reason: str) -> None:
+            self._emit("probe_left_out", engine=member.id, reason=reason)
+
+        return await probe(self._serving(), prompts, sampling, left_out)
 
     async def _acquire(self, session_id: str) -> Member:
         """Wait for an engine that serves, and count the call to it."""

@@ -1,20 +1,23 @@
 """Asks engines for a few sampled tokens, outside any session, so that the trainer can check what they hold.
 
 Invariant: what is returned says which engine sampled it and under which version; nothing of it reaches the
-ledger, and nothing of it is trained.
+ledger, and nothing of it is trained. An engine that is too busy to answer is left out, and is no error.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from areal_agent.errors import EngineError
-from areal_gateway.fleet.engine import EngineLost
+from areal_gateway.fleet.engine import EngineLost, EngineTimedOut
 from areal_gateway.fleet.member import Member
 from areal_gateway.fleet.types import EngineSampling
+
+PROBE_S = 10.0
+"""A probe queues behind the calls, and the trainer waits for it: an engine that needs longer is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +32,54 @@ class ProbeReply:
 
 
 async def probe(
-    members: Iterable[Member], prompts: list[list[int]], sampling: EngineSampling, timeout_s: float
+    members: Iterable[Member],
+    prompts: list[list[int]],
+    sampling: EngineSampling,
+    on_left_out: Callable[[Member, str], None],
 ) -> list[ProbeReply]:
-    """Every prompt on every engine. One that is lost meanwhile is left out: its supervisor sees to it.
+    """Every prompt on every engine. One that is busy or lost is left out, and `on_left_out` is told why;
+    a lost one is suspected, and its supervisor sees to it.
 
     Raises EngineError when an engine refuses, or stamps fewer tokens than it sampled.
     """
-    asked = [_ask(member, prompt, sampling, timeout_s) for member in members for prompt in prompts]
-    return [reply for reply in await asyncio.gather(*asked) if reply is not None]
+    asked = [_ask_all(member, prompts, sampling, on_left_out) for member in members]
+    return [reply for replies in await asyncio.gather(*asked) for reply in replies]
 
 
-async def _ask(
-    member: Member, prompt: list[int], sampling: EngineSampling, timeout_s: float
-) -> ProbeReply | None:
+async def _ask_all(
+    member: Member,
+    prompts: list[list[int]],
+    sampling: EngineSampling,
+    on_left_out: Callable[[Member, str], None],
+) -> list[ProbeReply]:
+    """A reply to every prompt, or none at all."""
+    asked = [_ask(member, prompt, sampling) for prompt in prompts]
+    replies: list[ProbeReply] = []
+    left_out: EngineError | None = None
+    for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(outcome, ProbeReply):
+            replies.append(outcome)
+        elif isinstance(outcome, EngineLost | EngineTimedOut):
+            left_out = outcome
+            if isinstance(outcome, EngineLost):
+                member.suspect.set()
+        else:
+            raise outcome
+    if left_out is None:
+        return replies
+    busy = isinstance(left_out, EngineTimedOut)
+    on_left_out(member, f"it did not answer within {PROBE_S:g} s" if busy else str(left_out))
+    return []
+
+
+async def _ask(member: Member, prompt: list[int], sampling: EngineSampling) -> ProbeReply:
     reply = ProbeReply(member.id, prompt, [], [], [])
-    try:
-        async with aclosing(member.client.generate(prompt, sampling, timeout_s)) as stream:
-            async for chunk in stream:
-                reply.token_ids.extend(chunk.token_ids)
-                reply.logprobs.extend(chunk.logprobs)
-                for start, end, version in chunk.spans or ():
-                    reply.versions.extend([version] * (end - start))
-    except EngineLost:
-        member.suspect.set()
-        return None
+    async with aclosing(member.client.generate(prompt, sampling, PROBE_S)) as stream:
+        async for chunk in stream:
+            reply.token_ids.extend(chunk.token_ids)
+            reply.logprobs.extend(chunk.logprobs)
+            for start, end, version in chunk.spans or ():
+                reply.versions.extend([version] * (end - start))
     if len(reply.versions) != len(reply.token_ids):
         raise EngineError(
             f"{member.id} sampled {len(reply.token_ids)} tokens and stamped {len(reply.versions)}"
