@@ -67,8 +67,8 @@ async def test_a_full_engine_gives_its_sessions_away(tmp_path: Path) -> None:
 async def test_running_calls_are_counted_down_whatever_their_end(tmp_path: Path) -> None:
     async with fake_fleet(tmp_path, 1, step_s=0.002) as h:
         await run(h)
-        h.engines[0].faults.generate_status = 500
-        with pytest.raises(EngineError):
+        h.engines[0].faults.generate_status = 500  # tried again, as it may be lost, until its chances end
+        with pytest.raises(EngineError, match="injected fault"):
             await run(h)
         h.engines[0].faults.generate_status = None
         left = asyncio.create_task(run(h))
@@ -108,10 +108,10 @@ async def test_an_engines_refusal_is_passed_on_with_its_reason_and_not_retried(t
         assert sum(len(e.requests) for e in h.engines) - sum(before) == 1
 
 
-async def test_an_error_inside_a_stream_fails_the_call(tmp_path: Path) -> None:
+async def test_an_error_inside_a_stream_that_repeats_everywhere_fails_the_call(tmp_path: Path) -> None:
     async with fake_fleet(tmp_path, 2) as h:
         for e in h.engines:
-            e.faults.error_after = 10
+            e.faults.error_after = 1
         with pytest.raises(EngineError, match="failed after"):
             await run(h)
         assert h.states() == ["serving", "serving"]
@@ -161,6 +161,26 @@ async def test_a_reply_goes_on_elsewhere_token_for_token(tmp_path: Path, after: 
         last = h.engines[1].requests[-1]
         assert last["sampling_params"]["max_tokens"] == 60 - (len(last["token_ids"]) - len(PROMPT))
         await h.until(lambda: h.states()[0] == "gone")
+
+
+async def test_an_engine_that_says_it_failed_mid_reply_is_lost(tmp_path: Path) -> None:
+    """As vLLM does when its core dies: the stream gets an error event."""
+    config = run_config(fleet={"probe_s": 60})
+    async with fake_fleet(tmp_path, 2, config=config) as h:
+        h.engines[0].faults.error_after = 20
+        h.engines[0].faults.http = {"/health": "error"}
+        out = await run(h)
+        assert out["ids"] == expected(PROMPT, 60)[0]
+        assert (out["finish"], out["spans"]) == ("length", [(0, 60, 0)])
+        assert out["engines"] == ["attached-0", "attached-1"]
+        await h.until(lambda: h.states()[0] == "gone")
+
+
+async def test_a_call_that_an_engine_answers_with_500_is_made_elsewhere(tmp_path: Path) -> None:
+    async with fake_fleet(tmp_path, 2) as h:
+        h.engines[0].faults.generate_status = 500
+        out = await run(h)
+        assert (out["ids"], out["engines"]) == (expected(PROMPT, 60)[0], ["attached-0", "attached-1"])
 
 
 async def test_a_dead_engines_calls_all_move_before_it_is_found_dead(tmp_path: Path) -> None:

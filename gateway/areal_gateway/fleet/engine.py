@@ -31,7 +31,8 @@ MASKED = -9999.0
 
 
 class EngineLost(EngineError):
-    """The connection failed or was cut: the engine died, or is about to be found dead."""
+    """The connection failed or was cut, or a reply failed by the engine's fault (a status of 500 or more):
+    the engine died, or is about to be found dead."""
 
 
 class EngineTimedOut(EngineError):
@@ -43,7 +44,7 @@ class EngineRefused(EngineError):
 
     Attributes:
         status: HTTP status of the answer, or the code of an error inside a stream: vLLM streams even a
-            prompt that is too long (400) as an event of a 200.
+            prompt that is too long (400) as an event of a 200. For a reply it is below 500.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -88,8 +89,8 @@ class EngineClient:
         """Stream one reply. Closing the iterator closes the request, and the engine drops the work.
 
         Raises:
-            EngineLost: connection failed, or the stream ended early.
-            EngineRefused: the engine answered with an error.
+            EngineLost: connection failed, the stream ended early, or the engine failed (500 or more).
+            EngineRefused: the engine refused the request.
             EngineTimedOut: it took longer than `timeout_s`.
             EngineError: it broke the protocol.
         """
@@ -104,7 +105,7 @@ class EngineClient:
             # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
             async with await self._open(body, timeout_s) as response, self._cuttable(response):
                 if response.status != 200:
-                    raise EngineRefused(
+                    raise _failure(
                         f"engine {self.url} answered {response.status}: {await _error_text(response)}",
                         response.status,
                     )
@@ -200,6 +201,11 @@ class EngineClient:
             raise EngineError(f"engine {self.url}{path} answered something that is not JSON: {e}") from e
 
 
+def _failure(message: str, status: int) -> EngineError:
+    """Of a reply. vLLM catches what its dying core raises, and answers or streams it as an error of its own."""
+    return EngineLost(message) if status >= 500 else EngineRefused(message, status)
+
+
 def sampling_params(s: EngineSampling) -> dict[str, Any]:
     """EngineSampling -> vLLM's sampling_params. `logprobs: 0` asks for the sampled token's own."""
     params = dict(s.extra)
@@ -238,7 +244,7 @@ class _ReplyReader:
         if error := event.get("error"):
             told = error if isinstance(error, dict) else {"message": error}
             code = told.get("code")
-            raise EngineRefused(
+            raise _failure(
                 f"engine {self.url} failed after {self.n} tokens of a reply: {told.get('message')}",
                 code if isinstance(code, int) else 500,
             )
