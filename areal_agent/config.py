@@ -37,7 +37,9 @@ class RolloutConfig(Section):
     max_staleness: int = Field(
         default=1, ge=0, description="η: most versions a trained token may lag; 0 is synchronous"
     )
-    concurrency: int = Field(default=128, gt=0, description="most sessions running at once")
+    concurrency: int = Field(
+        default=128, gt=0, description="most sessions running at once, their rewards included"
+    )
     session_timeout_s: float = Field(
         default=300.0, gt=0, description="a session running longer is sealed, reward missing"
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_agent.config import RunConfig
 from areal_agent.dataset import Item, passes
-from areal_agent.episode import Episode, EpisodeRunner
+from areal_agent.episode import Episode, EpisodeRunner, is_sealed
 from areal_agent.errors import AgentError, ArealError, RewardError
 from areal_agent.session import Purpose
 from areal_agent.staleness import Admission
@@ -226,8 +226,8 @@ class RolloutController:
     async def _one(self, item: Item, slots: asyncio.Semaphore, **options: Any) -> Episode:
         episode = await self._episodes.run(item, slots, **options)
         self._agent_failures.note(episode.agent_error)
-        if episode.agent_error is None:
-            self._reward_failures.note(episode.reward_error)
+        if episode.agent_error is None and not is_sealed(episode.reward_error):
+            self._reward_failures.note(episode.reward_error)  # one that came late did not fail
         return episode
 
     def _note_void(self, group: Group) -> None:

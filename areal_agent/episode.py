@@ -1,7 +1,8 @@
 """One session from opening to seal: the agent, its deadline, its reward.
 
 Invariant: a session that was opened is sealed, whatever the agent, the reward function or a
-cancellation does; a session whose agent failed has no reward.
+cancellation does; where the agent failed the reward function is not asked, so that such a session has
+no reward unless the agent recorded one itself before it failed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Episode:
 
     Attributes:
         reward: as the ledger has it; None when missing.
-        agent_error, reward_error: what the user's code raised (or TimedOut), if anything.
+        agent_error: what the agent raised (or TimedOut), if anything.
+        reward_error: likewise of the reward function; a GatewayError where its value came too late.
         seconds: from opening to seal.
     """
 
@@ -62,6 +64,7 @@ class EpisodeRunner:
     Attributes:
         outcomes: sessions by how they ended.
         silent: sessions that ended well without a single call reaching the gateway.
+        late: rewards that came after the gateway had sealed the session; missing, as its ledger has it.
     """
 
     def __init__(
@@ -72,16 +75,22 @@ class EpisodeRunner:
         *,
         session_timeout_s: float,
         reward_timeout_s: float,
+        concurrency: int = 1,
     ) -> None:
-        """Args: reward: None when rewards come from the agent itself, as its result or over HTTP."""
+        """Args:
+        reward: None when rewards come from the agent itself, as its result or over HTTP.
+        concurrency: most sessions at once, over all the semaphores `run` is given.
+        """
         self.gateway = gateway
         self._agent = agent
         self._reward = reward
         self._timeout_s = session_timeout_s
-        self._deadline_s = session_timeout_s + reward_timeout_s + SEAL_SLACK_S
+        waits = 0.0 if reward is None else reward.longest_s(concurrency)
+        self._deadline_s = session_timeout_s + max(waits, reward_timeout_s) + SEAL_SLACK_S
         self.outcomes: Counter[str] = Counter()
         self.silent = 0
         self.silence = ""
+        self.late = 0
         self._told: set[str] = set()
 
     async def run(
@@ -94,7 +103,10 @@ class EpisodeRunner:
         group_size: int = 1,
         sampling: Mapping[str, Any] | None = None,
     ) -> Episode:
-        """Open, run, reward, seal. `slots` bounds the agents running at once, first come first served.
+        """Open, run, reward, seal. `slots` bounds the sessions open at once, first come first served.
+
+        A place is held until the reward is there: sessions that wait for theirs are then no more than
+        `concurrency`, and the gateway's deadline can cover that wait.
 
         Raises:
             GatewayError: the gateway failed us (not the agent).
@@ -114,20 +126,18 @@ class EpisodeRunner:
             )
             try:
                 result, binding, error = await self._run_agent(item, session)
+                outcome: Outcome = (
+                    "finished" if error is None else "timeout" if isinstance(error, TimedOut) else "failed"
+                )
+                reward_error: BaseException | None = None
+                if error is None and self._reward is not None:
+                    reward_error = await self._run_reward(item, session, result)
+                    if is_sealed(reward_error):
+                        outcome = "timeout"  # by the gateway's own deadline
+                sealed = await session.seal(outcome, None if error is None else _describe(error))
             except BaseException:
                 await _seal_quietly(session, "the run was stopped")
                 raise
-        outcome: Outcome = (
-            "finished" if error is None else "timeout" if isinstance(error, TimedOut) else "failed"
-        )
-        reward_error: BaseException | None = None
-        try:
-            if error is None and self._reward is not None:
-                reward_error = await self._run_reward(item, session, result)
-            sealed = await session.seal(outcome, None if error is None else _describe(error))
-        except BaseException:
-            await _seal_quietly(session, "the run was stopped")
-            raise
         self.outcomes[outcome] += 1
         if error is None and sealed.calls_total == 0:
             self._explain_silence(binding)
@@ -161,7 +171,20 @@ class EpisodeRunner:
             extras["trajectory"] = await session.inspect(trajectory=True)
         reward = await self._reward.run(item.task, result, extras)
         if reward.value is not None:  # None is not sent: it would overwrite what the agent itself recorded
-            await session.reward(reward.value, key="areal-reward-function")
+            try:
+                await session.reward(reward.value, key="areal-reward-function")
+            except GatewayError as e:
+                if not is_sealed(e):
+                    raise
+                self.late += 1
+                if self.late == 1:
+                    log.warning(
+                        "the reward of task %s came after the gateway's deadline of %g s had sealed its session; "
+                        "it is missing (not 0). Further ones are counted only.",
+                        shorten(item.task),
+                        self._deadline_s,
+                    )
+                return e
         return reward.error
 
     def _explain_silence(self, binding: Binding | None) -> None:
@@ -221,6 +244,11 @@ async def _outlast(task: asyncio.Future[Any]) -> None:
     while not task.done() and time.monotonic() < end:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({task}, timeout=end - time.monotonic())
+
+
+def is_sealed(error: BaseException | None) -> bool:
+    """Whether the gateway refused because the session is over: a fact of that session, not a failure."""
+    return isinstance(error, GatewayError) and error.code in ("session_sealed", "session_deadline")
 
 
 def _describe(error: BaseException) -> str:

@@ -95,6 +95,7 @@ class Run:
                 self._reward,
                 session_timeout_s=self.config.rollout.session_timeout_s,
                 reward_timeout_s=self.config.rollout.reward_timeout_s,
+                concurrency=self.config.rollout.concurrency + self.config.eval.concurrency,
             )
             self._controller = RolloutController(self._episodes, self.config, on_group=self._note_group)
             await self._look()
@@ -181,6 +182,7 @@ class Run:
             "sessions": dict(self._episodes.outcomes),
             "sessions_without_calls": self._episodes.silent,
             "rewards": dict(self._reward.counts) if self._reward else {},
+            "rewards_late": self._episodes.late,
             "groups": dict(self._finished),
             "engines": engines_by_state(status),
             "seconds": {name: round(s, 3) for name, s in self._seconds.items()},

@@ -59,6 +59,11 @@ class RewardRunner:
     def wants_trajectory(self) -> bool:
         return "trajectory" in self._user.extras
 
+    def longest_s(self, sessions: int) -> float:
+        """How long the last of so many rewards, asked for at once, may take from now, its wait included."""
+        rounds = 1 if self._user.is_async else math.ceil(sessions / THREADS)
+        return max(1, rounds) * self._timeout_s
+
     async def run(self, task: Mapping[str, Any], result: Any, extras: Mapping[str, Any]) -> Reward:
         """Raises RewardError when the function returned something that is neither a number nor None."""
         try:

@@ -63,6 +63,7 @@ def controller(client, standin):
             runner,
             session_timeout_s=config.rollout.session_timeout_s,
             reward_timeout_s=config.rollout.reward_timeout_s,
+            concurrency=config.rollout.concurrency + config.eval.concurrency,
         )
         return Watched(episodes, config)
 

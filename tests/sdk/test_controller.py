@@ -16,7 +16,9 @@ from standin_gateway import shared_client
 
 from areal_agent.agents import AgentRunner, Command
 from areal_agent.dataset import load
+from areal_agent.episode import SEAL_SLACK_S
 from areal_agent.errors import AgentError, ConfigError, GatewayError, RewardError
+from areal_agent.rewards.runner import THREADS
 
 pytestmark = pytest.mark.usefixtures("observed")
 ITEMS = load([{"q": i} for i in range(6)])
@@ -313,3 +315,49 @@ async def test_a_reward_of_none_keeps_what_the_agent_itself_recorded(controller,
 
     c = controller(rewards_itself, lambda task, result: None)
     assert (await c.evaluate(ITEMS[:2])).reward == 0.5
+
+
+async def test_a_reward_after_the_gateways_deadline_is_missing_and_said_once(controller, standin, caplog):
+    """The gateway seals by itself a session whose deadline passed; the run goes on."""
+
+    def slow(task, result, session):
+        if task["q"] < 2:
+            standin.sessions[session.id]["open"] = False
+        return 1.0
+
+    c = controller(agent, slow, rollout={"max_failures": 2})
+    with caplog.at_level(logging.WARNING, "areal_agent"):
+        result = await c.evaluate(ITEMS)
+    assert (result.tasks, result.missing, result.reward) == (6, 2, 1.0)
+    assert [e.outcome for e in result.episodes] == ["timeout"] * 2 + ["finished"] * 4
+    assert c.episodes.late == 2
+    (said,) = [r.getMessage() for r in caplog.records if "missing (not 0)" in r.getMessage()]
+    assert "deadline" in said
+
+
+async def test_a_session_keeps_its_place_until_it_is_rewarded(controller, standin):
+    """Else rewards would queue without bound, on the time of the sessions' deadline."""
+    most = 0
+
+    def slow(task, result):
+        nonlocal most
+        most = max(most, sum(s["open"] for s in standin.sessions.values()))
+        time.sleep(0.02)
+        return 1.0
+
+    c = controller(agent, slow, eval={"concurrency": 2})
+    assert (await c.evaluate(ITEMS)).missing == 0
+    assert most == 2
+
+
+async def test_the_gateways_deadline_leaves_time_for_the_queue_of_rewards(controller, standin):
+    settings = {"rollout": {"session_timeout_s": 100, "reward_timeout_s": 10, "concurrency": 10 * THREADS}}
+    settings["eval"] = {"concurrency": 1}
+
+    async def quick(task, result):
+        return 1.0
+
+    await controller(agent, one, **settings).evaluate(ITEMS[:1])
+    await controller(agent, quick, **settings).evaluate(ITEMS[:1])
+    deadlines = [s["deadline_s"] for s in standin.sessions.values()]
+    assert deadlines == [100 + 11 * 10 + SEAL_SLACK_S, 100 + 10 + SEAL_SLACK_S]
