@@ -142,18 +142,25 @@ async def _in_thread(fn: Callable[[], Any], timeout: float) -> Any:
     threading.Thread(target=body, name="areal-user-code", daemon=True).start()
     await started.wait()
     future = asyncio.wrap_future(done)
+
+    def give_up() -> bool:
+        """Leave the thread to itself; False when it runs on and there is no place for it any more."""
+        nonlocal given_up
+        with lock:
+            running = not done.done()
+            given_up = running and _abandoned.acquire(blocking=False)
+        return given_up or not running
+
     try:
         await asyncio.wait({future}, timeout=timeout)
-        if future.done():
-            return future.result()
-    finally:
-        if not future.done():
-            with lock:
-                running = not done.done()
-                given_up = running and _abandoned.acquire(blocking=False)
-            if running and not given_up:
-                raise TooManyAbandoned(
-                    f"{MAX_ABANDONED} calls of the user's code passed their time-out of {timeout:g} s and still "
-                    "run; give it a time-out of its own, or raise rollout.reward_timeout_s / session_timeout_s"
-                )
+    except asyncio.CancelledError:
+        give_up()  # a run that is being stopped starts no more calls: no bound to enforce
+        raise
+    if future.done():
+        return future.result()
+    if not give_up():
+        raise TooManyAbandoned(
+            f"{MAX_ABANDONED} calls of the user's code passed their time-out of {timeout:g} s and still "
+            "run; give it a time-out of its own, or raise rollout.reward_timeout_s / session_timeout_s"
+        )
     raise TimedOut(f"it ran for more than {timeout:g} s")

@@ -155,6 +155,20 @@ async def test_threads_that_run_on_are_bounded_and_said(monkeypatch):
     release.set()
 
 
+async def test_cancelling_more_threads_than_may_run_on_is_a_cancellation(monkeypatch):
+    """Ctrl-C must end as such, however many sync agents still run."""
+    monkeypatch.setattr(userland, "_abandoned", threading.Semaphore(1))
+    release = threading.Event()
+    user = Userland(lambda task: release.wait(), "agent", ("task",), ())
+    calls = [asyncio.ensure_future(user.call({}, timeout=30, extras={})) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    for call in calls:
+        call.cancel()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    release.set()
+    assert [type(e) for e in ends] == [asyncio.CancelledError] * 3
+
+
 class Judge:
     async def __call__(self, task, result, *, trajectory):
         return trajectory
