@@ -10,14 +10,32 @@ import torch
 from small_model.questions import distinct
 from small_model.score import score
 from small_model.transcripts import Renderer, conversation
-from small_model.warm_start import RECIPE, WarmStartFailed, blank, make
+from small_model.warm_start import RECIPE, WarmStartFailed, blank, make, make_reliably
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.errors import ArealError
 
 TINY = dataclasses.replace(
-    RECIPE, hidden_size=32, layers=1, heads=2, kv_heads=1, clean_steps=2, more_steps=1, more_rounds=1
+    RECIPE,
+    hidden_size=32,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    batch_tokens=200,
+    clean_steps=2,
+    more_steps=1,
+    more_rounds=1,
+    judged_on=4,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Matrices this small take a thousand times longer on two threads when the cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_a_model_that_did_not_learn_is_refused(tmp_path):
@@ -31,6 +49,14 @@ def test_a_model_outside_the_bounds_of_the_recipe_is_refused(tmp_path):
     recipe = dataclasses.replace(TINY, clean_success=0.0, mediocre_steps=1)
     with pytest.raises(WarmStartFailed, match=r"solves 0\.00 greedily and 0\.00 sampled"):
         make(tmp_path, recipe, seed=0, say=lambda line: None)
+
+
+def test_another_seed_is_tried_and_the_last_failure_is_told(tmp_path):
+    recipe = dataclasses.replace(TINY, clean_steps=1, more_rounds=0)
+    lines: list[str] = []
+    with pytest.raises(WarmStartFailed, match="after 1 clean steps"):
+        make_reliably(tmp_path, recipe, seed=0, say=lines.append)
+    assert sum("trying another seed" in line for line in lines) == 2
 
 
 def test_the_blank_model_is_a_qwen3_with_its_tokenizer(tmp_path):

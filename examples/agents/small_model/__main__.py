@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import transformers
 
 from areal_agent.errors import ArealError
-from small_model.warm_start import RECIPE, make
+from small_model.warm_start import RECIPE, make_reliably
 
 
 def main() -> int:
@@ -28,7 +28,9 @@ def main() -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         try:
-            made = make(Path(scratch), RECIPE, arguments.seed, say=lambda line: print(line, flush=True))
+            made = make_reliably(
+                Path(scratch), RECIPE, arguments.seed, say=lambda line: print(line, flush=True)
+            )
         except ArealError as e:
             print(f"small_model: {e}", file=sys.stderr)
             return 1
