@@ -31,7 +31,7 @@ TINY = dataclasses.replace(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Matrices this small take a thousand times longer on two threads when the cores are busy."""
+    """On busy cores two threads take up to a thousand times longer over matrices this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
