@@ -108,20 +108,27 @@ class Calls:
     def find_retry(
         self, session: Session, digest: bytes, *, retry_count: int, retry_key: str | None
     ) -> Exchange | None:
-        """The exchange that a request repeats, or None when there is no evidence that it repeats any.
+        """The exchange to replay or join, or None when the request has to be served anew: there is no
+        evidence that it repeats any, or the one that it repeats failed.
 
         Evidence is the same Idempotency-Key, or an SDK's word that this is a retry, each with the same body.
         The same prompt alone is none: that is how best-of-n is asked for. Among several candidates a
-        retry gets the one that nobody received, nobody listens to, and fewest asked for.
+        retry gets the one that nobody received, nobody listens to, and fewest asked for. If every one is
+        somebody's, and one more failed, the retry is of that one, once: siblings stay as many as were asked for.
         """
-        known = [e for e in session.exchanges.get(digest, ()) if e.replayable]
+        repeated = session.exchanges.get(digest, [])
         if retry_key is not None:
-            known = [e for e in known if e.retry_key == retry_key]
+            repeated = [e for e in repeated if e.retry_key == retry_key]
         elif retry_count == 0:
-            known = []
-        if not known:
+            repeated = []
+        known = [e for e in repeated if e.replayable]
+        found = min(reversed(known), key=lambda e: (e.delivered, e.subscribers > 0, e.claims), default=None)
+        failed = next((e for e in repeated if not e.replayable and not e.retried), None)
+        if failed is not None and (found is None or found.delivered or found.subscribers):
+            failed.retried = True
             return None
-        found = min(reversed(known), key=lambda e: (e.delivered, e.subscribers > 0, e.claims))
+        if found is None:
+            return None
         self._metrics.retries.labels("replayed" if found.finished else "joined").inc()
         return found
 

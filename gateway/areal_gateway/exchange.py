@@ -120,6 +120,8 @@ class Exchange:
         self.subscribers = 0
         self.claims = 0
         """Clients that ever asked for it; a retry prefers the exchange that fewest have claimed."""
+        self.retried = False
+        """Whether it failed and a client came to ask again, which made another exchange."""
         self._said: list[Said] = []
         self._changed = asyncio.Event()
 

@@ -149,3 +149,55 @@ async def test_a_retried_reply_is_trained_once(served: Served) -> None:
     await served.post(session, ASK, AGAIN)
     sealed = await served.seal(session, reward=1.0)
     assert sealed["trained_tokens"] == len(served.fleet.asked[0].output_ids)
+
+
+@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "both"}])
+async def test_a_failed_siblings_retry_is_not_given_the_other_ones_reply(
+    served: Served, key: dict[str, str]
+) -> None:
+    served.fleet.say("one", Reply("", finish=None, error=EngineError("no luck")), "two")
+    session = await served.open()
+    if key:
+        a = await served.post(session, ASK, FIRST)  # without the key: it is no candidate
+        b = await served.post(session, ASK, FIRST | key)
+    else:
+        a, b = await asyncio.gather(*(served.post(session, ASK, FIRST) for _ in range(2)))
+    assert sorted((a[0], b[0])) == [200, 503]
+    got = a if a[0] == 200 else b
+    status, _, body = await served.post(session, ASK, AGAIN | key)
+    assert status == 200
+    assert body["id"] != got[2]["id"]
+    assert body["choices"][0]["message"]["content"] == "two"
+    _, _, repeated = await served.post(session, ASK, {"x-stainless-retry-count": "2"} | key)
+    assert len(served.fleet.asked) == 3, (
+        "a failure is retried once; from then on its retry is what is repeated"
+    )
+    assert repeated["id"] in (body["id"], got[2]["id"])
+
+
+async def test_a_failed_siblings_retry_leaves_a_running_sibling_to_its_own_client(served: Served) -> None:
+    gate = asyncio.Event()
+    served.fleet.say(Reply("one", gate=gate), Reply("", finish=None, error=EngineError("no luck")), "two")
+    session = await served.open()
+    first = asyncio.create_task(served.post(session, ASK, FIRST))
+    await eventually(lambda: served.fleet.asked)
+    assert (await served.post(session, ASK, FIRST))[0] == 503
+    _, _, body = await served.post(session, ASK, AGAIN)
+    gate.set()
+    assert body["choices"][0]["message"]["content"] == "two"
+    assert (await first)[2]["choices"][0]["message"]["content"] == "one"
+
+
+async def test_a_retry_of_a_lost_reply_gets_it_though_a_sibling_failed(served: Served) -> None:
+    gate = asyncio.Event()
+    served.fleet.say(Reply("one", gate=gate), Reply("", finish=None, error=EngineError("no luck")), "two")
+    session = await served.open()
+    first = asyncio.create_task(served.post(session, ASK, FIRST))
+    await eventually(lambda: served.fleet.asked)
+    assert (await served.post(session, ASK, FIRST))[0] == 503
+    first.cancel()
+    await asyncio.sleep(0.1)
+    gate.set()
+    answers = [await served.post(session, ASK, AGAIN) for _ in range(2)]
+    assert [a[2]["choices"][0]["message"]["content"] for a in answers] == ["one", "two"]
+    assert len(served.fleet.asked) == 3
