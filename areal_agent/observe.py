@@ -6,13 +6,15 @@ session's key; every other request is untouched, byte for byte, and never sees t
 `observe()` wraps `Client.send` and `AsyncClient.send` of whichever of httpx and httpx2 is installed, on
 the class, so clients built earlier are covered as well. Which session a request belongs to is a context
 variable: many sessions run at once in one process, as tasks or as threads with a copied context.
-A model host is the gateway itself, api.openai.com, api.anthropic.com, what OPENAI_BASE_URL or
+A model host is the gateway itself, any gateway of an earlier run in this process (a client kept from
+then still points there), api.openai.com, api.anthropic.com, what OPENAI_BASE_URL or
 ANTHROPIC_BASE_URL say, and what `observe(hosts=...)` adds; on hosts other than the gateway only the
 paths of a model API are taken, so embeddings or files go where they always went.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import functools
@@ -22,6 +24,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +74,8 @@ _patched: dict[type, tuple[Any, Any]] = {}
 _hosts: set[str] = set()
 _sources: list[LabelSource] = []
 _bound: dict[str, Binding] = {}  # by key, for clients that were given a session's key by hand
+_gateways: set[str] = set()  # every base URL a session ever had here: it outlives its run in clients
+_used: weakref.WeakKeyDictionary[Any, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
 def observe(hosts: Iterable[str] = ()) -> bool:
@@ -105,6 +110,22 @@ def unobserve() -> None:
         _hosts.clear()
 
 
+async def release_connections() -> None:
+    """Close the connections that clients used in sessions still hold, and leave the clients usable.
+
+    A connection lives and dies with its event loop, and a run ends with one; a client that the user keeps
+    would trip over what is left in its pool when the next run uses it in another loop.
+    """
+    loop = asyncio.get_running_loop()
+    for client in [c for c, used_in in _used.items() if used_in is loop]:
+        for transport in (client._transport, *client._mounts.values()):
+            # Only the libraries' own, which are a pool and open a new connection on the next request.
+            if type(transport).__name__ == "AsyncHTTPTransport":
+                with contextlib.suppress(Exception):
+                    await transport.aclose()
+        _used.pop(client, None)
+
+
 def add_label_source(source: LabelSource) -> Callable[[], None]:
     """Register a function whose mapping labels each call, such as the graph node that makes it.
 
@@ -127,6 +148,7 @@ def bind(
     binding = Binding(base_url.rstrip("/"), api_key, session_id, dict(labels or {}))
     token = _current.set(binding)
     _bound[api_key] = binding
+    _gateways.add(binding.base_url.removesuffix("/v1"))
     try:
         yield binding
     finally:
@@ -185,6 +207,8 @@ def _wrap_sync(original: Any) -> Any:
 def _wrap_async(original: Any) -> Any:
     @functools.wraps(original)
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        if _current.get() is not None:
+            _used[self] = asyncio.get_running_loop()
         return await original(self, request, **(kwargs | _retarget(self, request)))
 
     return send
@@ -197,7 +221,8 @@ def _retarget(client: Any, request: Any) -> dict[str, Any]:
         return {}
     url = urlsplit(str(request.url))
     gateway = urlsplit(binding.base_url)
-    if _origin(url) == _origin(gateway):
+    ours = _origin(url) == _origin(gateway)
+    if ours or any(_origin(url) == _origin(urlsplit(base)) for base in tuple(_gateways)):
         in_path = url.path.startswith("/s/")
         owner = _bound.get(url.path.split("/")[2] if in_path else _key_of(request))
         if owner is not None:  # somebody chose this session by hand: the key stays
@@ -205,6 +230,7 @@ def _retarget(client: Any, request: Any) -> dict[str, Any]:
             _label(request, owner)
         if owner is not None or in_path or url.path.startswith("/admin/"):
             return {}
+    if ours:
         path = url.path
     else:
         path = _below_base(url)
@@ -234,7 +260,12 @@ def _key_of(request: Any) -> str:
 
 def _below_base(url: SplitResult) -> str | None:
     """The path below /v1 when `url` lies on a model host, else None."""
-    bases = [*DEFAULT_BASES, *_hosts, *(os.environ.get(name, "") for name in BASE_VARIABLES)]
+    bases = [
+        *DEFAULT_BASES,
+        *_hosts,
+        *tuple(_gateways),
+        *(os.environ.get(name, "") for name in BASE_VARIABLES),
+    ]
     best: str | None = None
     for base in bases:
         parts = urlsplit(base)

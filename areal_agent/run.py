@@ -23,7 +23,7 @@ from areal_agent.controller import EvalResult, Group, RolloutController, gather,
 from areal_agent.dataset import Item
 from areal_agent.episode import EpisodeRunner
 from areal_agent.launch.services import Services
-from areal_agent.observe import client_environment, observe, unobserve
+from areal_agent.observe import client_environment, observe, release_connections, unobserve
 from areal_agent.rewards.runner import RewardRunner
 from areal_agent.rundir import RunDir
 from areal_agent.runlog import RunLog
@@ -107,6 +107,7 @@ class Run:
     async def __aexit__(self, *_: object) -> None:
         self._progress.phase = "stopping"
         await self._stack.aclose()
+        await release_connections()
         # SDK clients that agents left open close themselves when collected, which needs this very loop.
         gc.collect()
         await asyncio.sleep(0)

@@ -180,6 +180,29 @@ def test_observing_twice_wraps_once_and_unobserve_restores(library):
     assert observe_function is observe
 
 
+def test_a_client_of_an_earlier_run_follows_to_the_gateway_of_the_next(library):
+    seen = []
+    client = library.Client(transport=recorder(library, seen))
+    observe()
+    with bind("http://127.0.0.1:11/v1", "sk-first"):
+        client.post("http://127.0.0.1:11/v1/chat/completions")
+    unobserve()
+    observe()
+    with bind("http://127.0.0.1:12/v1", SECRET) as second:
+        client.post("http://127.0.0.1:11/v1/chat/completions")
+        client.post("http://127.0.0.1:11/v1/messages")
+        client.post("http://127.0.0.1:11/admin/sessions")
+        with bind("http://127.0.0.1:11/v1", "sk-by-hand"), bind("http://127.0.0.1:12/v1", "sk-inner"):
+            bearer = {"authorization": "Bearer sk-by-hand"}
+            client.post("http://127.0.0.1:11/v1/chat/completions", headers=bearer)
+    first, *others, last = seen
+    assert (first.url.port, first.headers["authorization"]) == (11, "Bearer sk-first")
+    assert [r.url.port for r in others] == [12, 12, 11]
+    assert [r.headers.get("authorization") for r in others] == [f"Bearer {SECRET}"] * 2 + [None]
+    assert second.captured == 2
+    assert (last.url.port, last.headers["authorization"]) == (11, "Bearer sk-by-hand"), "chosen by hand"
+
+
 async def test_many_sessions_at_once_in_one_process(library):
     seen = []
 

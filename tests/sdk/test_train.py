@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from standin_gateway import ADMIN, StandIn, shared_client
 
 import areal_agent
@@ -224,6 +226,19 @@ def test_evaluate_and_rollout_train_nothing(services, model, tmp_path):
     assert [len(g.episodes) for g in groups] == [4, 4, 4]
     assert services.last.events == ["gateway", "stopped"]
     assert {s["purpose"] for s in services.last.standin.sessions.values()} == {"rollout"}
+
+
+def test_an_agent_that_keeps_its_client_serves_a_second_run(services, model, tmp_path):
+    """Its client was built for the first run's gateway and holds connections of a closed event loop."""
+    client = functools.cache(lambda: AsyncOpenAI(max_retries=0))
+
+    async def agent(task):
+        reply = await client().chat.completions.create(**BODY)
+        return json.loads(reply.choices[0].message.content)["version"]
+
+    for name in "abc":
+        result = areal_agent.evaluate(agent, reward, dataset=TASKS, model=model, run_dir=tmp_path / name)
+        assert (result.tasks, result.missing) == (8, 0)
 
 
 @pytest.mark.parametrize(
