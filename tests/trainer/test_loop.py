@@ -119,6 +119,50 @@ def test_two_ranks_train_broadcast_and_stay_exact(tmp_path: Path, model: Path) -
     assert list((run.path / "tensorboard" / "trainer").iterdir())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_restarted_gets_the_current_weights_again(
+    tmp_path: Path, model: Path, ranks: int
+) -> None:
+    run = make_run(tmp_path, model, ranks=ranks)
+    with MiniGateway(model, crash_after=1) as gateway:
+        process = start(run, gateway.url, ranks)
+        output = finish(process)
+    assert process.returncode == 0, output
+    assert [b["version"] for path, b in gateway.calls if path == "weights/begin"] == [1, 1, 2, 3]
+    assert output.count("no engine serves and one waits for version 1: pushing it again\n") == 1
+    # What it was given again is what the trainer holds, or the gap of the next batch would stop the run.
+    assert gateway.acked == ["lease-1", "lease-2", "lease-3"]
+
+
+def test_a_failed_push_again_is_tried_at_the_next_poll(tmp_path: Path) -> None:
+    from areal_agent import wire
+    from areal_agent.errors import WeightUpdateError
+    from areal_agent.trajectory import Batch
+    from areal_trainers.source import BatchSource
+
+    blobs, tried = [None, None, wire.pack(Batch("lease-1", 7))], []
+
+    class Client:
+        def lease(self, **_: object) -> bytes | None:
+            return blobs.pop(0)
+
+        def needs_weights(self) -> bool:
+            return True
+
+    class Alone:
+        first, size = True, 1
+        broadcast_bytes = staticmethod(bytes)
+        max = staticmethod(list)
+
+    def repush(version: int) -> None:
+        tried.append(version)
+        raise WeightUpdateError("it crashed again")
+
+    source = BatchSource(Client(), Alone(), RunConfig())  # type: ignore[arg-type]
+    assert source.next(7, repush).lease_id == "lease-1"
+    assert tried == [7, 7]
+
+
 def test_rewards_rise(tmp_path: Path, model: Path) -> None:
     run = make_run(tmp_path, model, steps=25)
     with MiniGateway(model, stale=True) as gateway:

@@ -102,6 +102,8 @@ class MiniGateway:
         corrupt: added to one recorded logprob per batch.
         corrupt_probe: added to the first logprob of every probe's reply.
         ready: leases given out before the gateway has nothing more.
+        crash_after: with this version committed the engine restarts, so that it waits for the version's
+            weights and no batch is ready until they came.
     """
 
     KEY = "test-admin-key"
@@ -118,11 +120,13 @@ class MiniGateway:
         corrupt: float = 0.0,
         corrupt_probe: float = 0.0,
         ready: int = 10**9,
+        crash_after: int | None = None,
     ) -> None:
         self.models = {0: reference(model)}
         self.groups, self.size, self.reply, self.stale = groups, size, reply, stale
         self.fail_commits, self.corrupt, self.ready = fail_commits, corrupt, ready
-        self.corrupt_probe = corrupt_probe
+        self.corrupt_probe, self.crash_after = corrupt_probe, crash_after
+        self.needs_weights = False
         self.version, self.epoch, self.leases = 0, 0, 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.acked: list[str] = []
@@ -158,6 +162,7 @@ class MiniGateway:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/admin/{area}/{action}", self._handle)
         app.router.add_post("/admin/metrics", self._handle)
+        app.router.add_get("/admin/status", self._handle)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -168,7 +173,7 @@ class MiniGateway:
         self._loop.run_until_complete(runner.cleanup())
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = await request.json() if request.can_read_body else {}
         path = request.path.removeprefix("/admin/")
         self.calls.append((path, body))
         if request.headers.get("Authorization") != f"Bearer {self.KEY}":
@@ -182,6 +187,7 @@ class MiniGateway:
             "weights/abort": self.abort,
             "weights/probe": self.probe,
             "metrics": self.metrics,
+            "status": self.status,
         }[path]
         return await answer(body)
 
@@ -192,8 +198,13 @@ class MiniGateway:
     # trajectories
 
     async def lease(self, body: dict[str, Any]) -> web.StreamResponse:
-        if self.leases >= self.ready:
-            await asyncio.sleep(body["wait_s"])
+        if self.version == self.crash_after:
+            self.needs_weights, self.crash_after = True, None
+            self.models[self.version] = copy.deepcopy(self.models[0])
+            self.receiver.abort()
+            self.receiver, self.joined = None, None
+        if self.leases >= self.ready or self.needs_weights:
+            await asyncio.sleep(min(body["wait_s"], 0.1 if self.needs_weights else 10))
             return web.Response(status=204)
         self.leases += 1
         return web.Response(body=wire.pack(self.batch(f"lease-{self.leases}")), content_type=wire.MEDIA_TYPE)
@@ -205,6 +216,9 @@ class MiniGateway:
     async def nack(self, body: dict[str, Any]) -> web.StreamResponse:
         self.nacked.append(body["lease_id"])
         return web.json_response({})
+
+    async def status(self, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"fleet": {"version": self.version, "needs_weights": self.needs_weights}})
 
     async def metrics(self, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({})
@@ -267,7 +281,7 @@ class MiniGateway:
     async def begin(self, body: dict[str, Any]) -> web.StreamResponse:
         from areal_gateway.worker_extension import WeightReceiver
 
-        if self.update is not None or body["version"] != self.version + 1:
+        if self.update is not None or body["version"] != self.version + (not self.needs_weights):
             return self._error(409, "weights_conflict", f"version {body['version']} after {self.version}")
         group = (body["store"]["host"], body["store"]["port"])
         join = group != self.joined
@@ -323,7 +337,7 @@ class MiniGateway:
         if "error" in answer:
             return self._error(409, "weights_held", answer["error"])
         self.version, self.joined, self.update = update["version"], update["group"], None
-        self.models[self.version] = model
+        self.models[self.version], self.needs_weights = model, False
         return web.json_response(
             {"version": self.version, "pause_s": 0.01, "receive_s": 0.01, "load_s": 0.01, "engines": 1}
         )

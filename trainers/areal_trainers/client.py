@@ -74,6 +74,11 @@ class TrainerClient:
     def metrics(self, step: int, numbers: dict[str, float]) -> None:
         self._post("/admin/metrics", {"step": step, **numbers}, ANSWER_S)
 
+    def needs_weights(self) -> bool:
+        """Whether no engine serves and one waits for the weights of the version it missed."""
+        fleet = self._json(self._request("GET", "/admin/status", None, ANSWER_S)).get("fleet") or {}
+        return bool(fleet.get("needs_weights"))
+
     # weights
 
     def begin(
@@ -112,13 +117,16 @@ class TrainerClient:
     # requests
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
+        return self._request("POST", path, body, timeout_s)
+
+    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
         """Retries only where the request cannot have arrived. Raises GatewayError."""
         give_up = time.monotonic() + UNREACHABLE_S
         pause = 0.1
         while True:
             try:
                 timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-                response = self._http.post(path, json=body, timeout=timeout)
+                response = self._http.request(method, path, json=body, timeout=timeout)
                 break
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
                 if time.monotonic() > give_up:
@@ -129,7 +137,7 @@ class TrainerClient:
                 pause = min(2.0, pause * 2)
             except httpx.HTTPError as e:
                 raise GatewayError(
-                    f"POST {path} of {self.url} got no answer ({type(e).__name__}: {e}); see logs/gateway.log",
+                    f"{method} {path} of {self.url} got no answer ({type(e).__name__}: {e}); see logs/gateway.log",
                     code="no_answer",
                 ) from e
         if response.status_code >= 400:

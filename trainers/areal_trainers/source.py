@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from areal_agent import wire
 from areal_agent.config import RunConfig
-from areal_agent.errors import GatewayError, TrainerError
+from areal_agent.errors import GatewayError, TrainerError, WeightUpdateError
 from areal_agent.trajectory import Batch
 from areal_trainers.client import POLL_S, TrainerClient
 from areal_trainers.ranks import Ranks
@@ -23,18 +24,25 @@ class BatchSource:
         self._client, self._ranks, self._config = client, ranks, config
         self.lease_id: str | None = None
 
-    def next(self) -> Batch:
-        """Wait for the next batch. Raises TrainerError when none came within `trainer.wait_s`."""
+    def next(self, version: int, repush: Callable[[int], object]) -> Batch:
+        """Wait for the next batch. Raises TrainerError when none came within `trainer.wait_s`.
+
+        Engines that all restarted wait for the current `version`, and no batch becomes ready without them:
+        every rank then calls `repush(version)`.
+        """
         wait_s = self._config.trainer.wait_s
         end = time.monotonic() + wait_s
         # An empty message tells the other ranks that rank 0 still waits, within their own deadline.
         while not (blob := self._ranks.broadcast_bytes(self._poll(end))):
-            if self._ranks.max([float(self._ranks.first and time.monotonic() >= end)])[0]:
+            late, needed = self._ranks.max(self._signs(end))
+            if late:
                 raise TrainerError(
                     f"no batch of {self._config.rollout.groups_per_step} groups became ready within "
                     f"trainer.wait_s = {wait_s:g} s; is the controller still running sessions? "
                     "`areal-agent status` and logs/gateway.log say what the groups wait for"
                 )
+            if needed:
+                self._push_again(version, repush)
         batch = wire.unpack(blob)
         self.lease_id = batch.lease_id
         return batch
@@ -49,6 +57,21 @@ class BatchSource:
             lease_s=self._config.trainer.lease_s,
         )
         return blob or b""
+
+    def _signs(self, end: float) -> list[float]:
+        """[is it too late, do the engines need weights], as rank 0 knows."""
+        if self._client is None:
+            return [0.0, 0.0]
+        return [float(time.monotonic() >= end), float(self._client.needs_weights())]
+
+    def _push_again(self, version: int, repush: Callable[[int], object]) -> None:
+        said = f"no engine serves and one waits for version {version}: pushing it again"
+        try:
+            repush(version)
+        except WeightUpdateError as e:  # every rank's; an engine may have crashed again and will be back
+            said += f" failed, the next poll sees whether it is still needed: {e}"
+        if self._ranks.first:
+            print(f"areal_trainers: {said}", flush=True)
 
     def ack(self) -> None:
         """The batch was trained and its version committed."""

@@ -28,7 +28,7 @@ def train(
     """Train for `trainer.steps` batches. Raises an ArealError when training cannot go on."""
     for version in range(config.trainer.steps):
         with clock("lease"):
-            batch = source.next()
+            batch = source.next(version, sender.push)
         work = prepare(
             batch,
             version=version,
