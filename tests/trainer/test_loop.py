@@ -201,6 +201,7 @@ def test_sigterm_gives_the_lease_back_at_once(tmp_path: Path, model: Path) -> No
             "right after version 1 was committed: the engine does not compute with the weights",
         ),
         ({"ready": 1}, {"wait_s": 0.5}, r"no batch of 4 groups became ready within trainer.wait_s = 0.5 s"),
+        ({"ready": 1}, {"wait_s": 0.5}, "logs/gateway.log and GET /admin/status of the gateway say"),
     ],
 )
 def test_what_stops_training_is_one_sentence(

@@ -39,7 +39,7 @@ class BatchSource:
                 raise TrainerError(
                     f"no batch of {self._config.rollout.groups_per_step} groups became ready within "
                     f"trainer.wait_s = {wait_s:g} s; is the controller still running sessions? "
-                    "`areal-agent status` and logs/gateway.log say what the groups wait for"
+                    "logs/gateway.log and GET /admin/status of the gateway say what the groups wait for"
                 )
             if needed:
                 self._push_again(version, repush)
