@@ -111,9 +111,7 @@ def _sampling(gateway: Gateway, body: dict[str, Any], purpose: str) -> Sampling:
     run = gateway.config.sampling
     base = Sampling(run.temperature, run.top_p, run.top_k, run.max_tokens)
     raw = body.get("sampling")
-    if raw is None:
-        return base
-    asked = mapping(raw, "sampling")
+    asked = {} if raw is None else mapping(raw, "sampling")
     known = ("temperature", "top_p", "top_k", "max_tokens", "seed")
     if unknown := sorted(set(asked) - set(known)):
         raise bad(f"sampling has no setting {', '.join(unknown)}; known are {', '.join(known)}")
@@ -128,6 +126,12 @@ def _sampling(gateway: Gateway, body: dict[str, Any], purpose: str) -> Sampling:
     if purpose == "train" and result.temperature == 0:
         raise bad(
             "sampling.temperature 0 has no distribution to train on; open the session with purpose eval"
+        )
+    if purpose == "train" and (result.top_p != 1 or result.top_k != 0):
+        raise bad(
+            f"sampling.top_p {result.top_p:g} and top_k {result.top_k} cut the distribution, and the trainer "
+            "cannot compute the logprobs of what is left; sample with top_p 1 and top_k 0, or open the session "
+            "with purpose eval"
         )
     return result
 

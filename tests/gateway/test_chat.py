@@ -151,7 +151,7 @@ async def test_a_full_context_is_a_400_the_agent_can_recognise(served: Served) -
 
 
 async def test_sampling_is_pinned_whatever_the_agent_asks(served: Served) -> None:
-    session = await served.open(sampling={"temperature": 0.5, "top_p": 0.9, "top_k": 7})
+    session = await served.open(purpose="eval", sampling={"temperature": 0.5, "top_p": 0.9, "top_k": 7})
     status, headers, _ = await served.post(
         session,
         {"messages": ASK, "temperature": 0.0, "top_p": 0.1, "top_k": 1, "seed": 3, "logit_bias": {"5": 100}},

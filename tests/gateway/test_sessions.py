@@ -386,3 +386,21 @@ async def test_a_stopping_gateway_tells_who_waits_and_writes_it_down(tokens: Tok
     history = served.ledger.histories([session["session_id"]])[session["session_id"]]
     assert [c.state for c in history.calls] == ["aborted"]
     await served.stop()
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
+@pytest.mark.parametrize("whose", ["session", "run"])
+async def test_a_cut_distribution_is_not_trained(
+    tokens: Tokens, tmp_path: Path, cut: dict[str, Any], whose: str
+) -> None:
+    served = make_app(tokens, tmp_path, **({"sampling": cut} if whose == "run" else {}))
+    await served.start()
+    try:
+        body = {"task_id": "t", "purpose": "train"} | ({"sampling": cut} if whose == "session" else {})
+        refused = await served.admin("POST", "/admin/sessions", body, 400)
+        assert "the trainer cannot compute the logprobs" in refused["error"]["message"]
+        await served.admin("POST", "/admin/sessions", body | {"purpose": "eval"}, 201)
+        whole = {"top_p": 1.0, "top_k": 0}
+        await served.admin("POST", "/admin/sessions", body | {"sampling": whole}, 201)
+    finally:
+        await served.stop()
