@@ -19,7 +19,7 @@ from typing import Any
 from areal_agent.agents import Command
 from areal_agent.config import read_mapping
 from areal_agent.errors import ConfigError
-from areal_agent.settings import as_mapping
+from areal_agent.settings import JOB_KEYS, as_mapping
 
 YAML = (".yaml", ".yml", ".json")
 
@@ -74,8 +74,7 @@ def load(path: str | Path) -> Job:
         return Job(path, parts, as_mapping(getattr(module, "config", None)))
     if path.suffix in YAML:
         values = read_mapping(path)
-        names = ("agent", "reward", "dataset", "eval_dataset")
-        parts = {k: _named(values.pop(k), path, k) for k in names if k in values}
+        parts = {k: _named(values.pop(k), path, k) for k in JOB_KEYS if k in values}
         if isinstance(values.get("model"), str) and values["model"]:
             values["model"] = str(path.parent / values["model"])
         return Job(path, parts, values)

@@ -14,6 +14,9 @@ from areal_agent.errors import ConfigError
 
 FILE = "areal.yaml"
 
+JOB_KEYS = ("agent", "reward", "dataset", "eval_dataset")
+"""What a YAML file may hold beside settings when it is a job (see script.py): no settings themselves."""
+
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path | None
 
 
@@ -31,8 +34,8 @@ def resolve(config: ConfigLike = None, *, script: Path | None = None, **passed: 
     values: dict[str, Any] = {}
     script = script or main_script()
     beside = script.parent / FILE if script else None
-    if beside is not None and beside.is_file():
-        values = read_mapping(beside)
+    if script and beside and beside.is_file() and script.resolve() != beside.resolve():
+        values = {key: value for key, value in read_mapping(beside).items() if key not in JOB_KEYS}
     values = merge(values, as_mapping(config))
     values = merge(values, {key: value for key, value in passed.items() if value is not None})
     if not values.get("name") and script is not None:

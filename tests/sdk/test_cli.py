@@ -149,6 +149,20 @@ def test_a_yaml_file_names_agent_and_reward(tmp_path, job_file):
     assert script.load(path).agent.argv == ["cat"]
 
 
+def test_a_job_may_be_named_areal_yaml(capsys, tmp_path, job_file, monkeypatch):
+    """It is read once, as the job; beside a script its settings still count."""
+    job = {"agent": "job.py:agent", "reward": "job.py:reward", "dataset": "tasks.jsonl", "model": "m"}
+    path = tmp_path / "areal.yaml"
+    path.write_text(yaml.safe_dump(job | {"trainer": {"ranks": 2}}))
+    seen = []
+    monkeypatch.setattr(TRAIN, "train", lambda agent, reward, **kw: seen.append(kw["config"]))
+    for given in (path, job_file):
+        code, _, err = run(capsys, "train", given)
+        assert code == 0, err
+    assert [c.trainer.ranks for c in seen] == [2, 2]
+    assert seen[0].model == str(tmp_path / "m")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
