@@ -161,7 +161,8 @@ def gateway(
         config = _settings(None, assignments, named | {"model": model}, run_dir)
         checks.before_start(config, trainer=False)
         config.fleet.engines, why = plan_engines(config)
-        typer.echo(f"engines: {config.fleet.engines} ({why})")
+        if config.fleet.engines:
+            typer.echo(f"engines: {config.fleet.engines} ({why})", err=True)
         folder = RunDir.create(config)
     elif given:
         raise ConfigError(f"{folder.path} has a config already; give --run-dir alone, or another folder")

@@ -206,18 +206,20 @@ class StandIn:
         ]
 
     def train_step(self, batch: int, max_staleness: int) -> bool:
-        """One step if a batch may be leased by the contract's rule; returns whether it was."""
+        """One step when the oldest groups are ready; returns whether it was taken.
+
+        Strictly by admission, the simplest rule that keeps η: the i-th group is trained in batch i // batch.
+        """
         ready, groups = self.ready(), self.groups()
-        old = [
+        waiting = [
             g
             for g, members in groups.items()
             if g not in self.consumed
-            and min(s["opened_version"] for s in members) <= self.version - max_staleness
             and (g in ready or any(s["open"] for s in members) or len(members) < members[0]["size"])
         ]
-        if len(ready) < batch or any(g not in ready[:batch] for g in old):
+        if len(waiting) < batch or any(g not in ready for g in waiting[:batch]):
             return False
-        for g in ready[:batch]:
+        for g in waiting[:batch]:
             self.staleness.append(self.version - min(s["opened_version"] for s in groups[g]))
             self.consumed.append(g)
         self.version += 1
