@@ -205,7 +205,7 @@ class StandIn:
             and any((r := self.sealed(s))["reward_state"] == "set" and r["trained_tokens"] for s in members)
         ]
 
-    def train_step(self, batch: int, max_staleness: int) -> bool:
+    def train_step(self, batch: int) -> bool:
         """One step when the oldest groups are ready; returns whether it was taken.
 
         Strictly by admission, the simplest rule that keeps η: the i-th group is trained in batch i // batch.

@@ -35,12 +35,12 @@ def one(task, result):
     return 1.0
 
 
-async def drive(controller, standin, steps, eta, batch=2):
+async def drive(controller, standin, steps, batch=2):
     """The controller against a trainer that steps whenever it may; returns when `steps` are done."""
 
     async def trainer():
         while standin.version < steps:
-            if standin.train_step(batch, eta):
+            if standin.train_step(batch):
                 controller.see_version(standin.version)
             await asyncio.sleep(0.002)
 
@@ -57,7 +57,7 @@ async def test_a_run_trains_every_batch_within_eta_and_admits_no_group_in_vain(c
         return await agent(task)
 
     c = controller(uneven, one, rollout=SMALL | {"max_staleness": eta}, trainer={"steps": 6})
-    await drive(c, standin, steps=6, eta=eta)
+    await drive(c, standin, steps=6)
     assert standin.version == 6
     assert len(standin.consumed) == 12
     assert max(standin.staleness) <= eta
@@ -77,7 +77,7 @@ async def test_a_group_whose_agents_fail_completes_with_missing_rewards(controll
 
     c = controller(flaky, one, rollout=SMALL, trainer={"steps": 3})
     with caplog.at_level(logging.WARNING, "areal_agent"):
-        await drive(c, standin, steps=3, eta=1)
+        await drive(c, standin, steps=3)
     failed = [s for s in standin.sessions.values() if s["outcome"] == "failed"]
     assert failed
     assert all(s["rewards"] == {} and "the model wrote nonsense" in s["error"] for s in failed)
@@ -126,7 +126,7 @@ async def test_failures_that_are_not_in_a_row_do_not_stop_the_run(controller, st
             raise ValueError
 
     c = controller(flaky, one, rollout=SMALL | {"max_failures": 20}, trainer={"steps": 4})
-    await drive(c, standin, steps=4, eta=1)
+    await drive(c, standin, steps=4)
     assert standin.version == 4
 
 
@@ -139,7 +139,7 @@ async def test_a_session_that_runs_too_long_is_sealed_as_timed_out(controller, s
             await asyncio.sleep(30)
 
     c = controller(slow, one, rollout=SMALL | {"session_timeout_s": 0.3}, trainer={"steps": 1})
-    await drive(c, standin, steps=1, eta=1)
+    await drive(c, standin, steps=1)
     timed_out = [s for s in standin.sessions.values() if s["outcome"] == "timeout"]
     assert timed_out
     assert all(s["rewards"] == {} for s in timed_out)
@@ -151,7 +151,7 @@ async def test_void_groups_free_their_admission(controller, standin):
         agent, lambda task, result: None if task["q"] % 2 else 1.0, rollout=SMALL | {"max_failures": 100},
         trainer={"steps": 5},
     )  # fmt: skip
-    await drive(c, standin, steps=5, eta=1)
+    await drive(c, standin, steps=5)
     assert standin.version == 5
     assert any(g.void for g in c.groups)
     assert c.admission.accepted == 10
@@ -196,7 +196,7 @@ async def test_at_most_concurrency_agents_run_at_once(controller, standin):
         running -= 1
 
     c = controller(counting, one, rollout=SMALL | {"concurrency": 4}, trainer={"steps": 2})
-    await drive(c, standin, steps=2, eta=1)
+    await drive(c, standin, steps=2)
     assert most == 4
 
 

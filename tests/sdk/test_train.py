@@ -58,9 +58,9 @@ class StandInServices(Services):
         self.events.append("trainer")
 
     async def trainer_finished(self):
-        batch, eta = self.config.rollout.groups_per_step, self.config.rollout.max_staleness
+        batch = self.config.rollout.groups_per_step
         while self.standin.version < self.config.trainer.steps:
-            self.standin.train_step(batch, eta)
+            self.standin.train_step(batch)
             await asyncio.sleep(0.02)
             if self.trainer_error is not None and self.standin.version == 1:
                 raise self.trainer_error
@@ -153,6 +153,15 @@ def test_the_run_folder_holds_config_key_metrics_and_evals(run, tmp_path):
 def test_synchronous_training_works(run):
     result = run(config=CONFIG | {"rollout": {"groups_per_step": 2, "group_size": 2, "max_staleness": 0}})
     assert result.summary["staleness_max"] == 0
+
+
+def test_held_out_tasks_without_a_reward_are_said_beside_the_mean(run, capsys):
+    result = run(reward=lambda task, result: None if task["q"] == 100 else result / 3)
+    assert result.summary["eval_after"]["missing"] == 1
+    assert result.reward_after == 1.0
+    out = capsys.readouterr().out
+    assert "0.000 (1 of 4 missing) -> 1.000 (1 of 4 missing)" in out
+    assert "(step 0, 1 of 4 missing)" in out
 
 
 def test_without_held_out_tasks_it_says_so(run, capsys):
@@ -346,10 +355,18 @@ def test_a_terminal_gets_one_live_panel():
     progress = Progress(
         name="demo", steps=10, step=4, rewards=[0.1, 0.5], evals=[(0, 0.25)], phase="training"
     )
+    progress.eval_missing = (3, 64)
     progress.engines = {"serving": 2}
     with view(progress, out) as live:
         assert isinstance(live, LivePanel)
         live.note("look here")
     text = out.getvalue()
-    for part in ("demo", "step 4/10", "0.500", "0.250 at step 0", "2 serving", "note: look here"):
+    for part in (
+        "demo",
+        "step 4/10",
+        "0.500",
+        "0.250 at step 0, 3 of 64 missing",
+        "2 serving",
+        "note: look here",
+    ):
         assert part in text
