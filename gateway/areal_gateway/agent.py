@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from typing import Any
+from urllib.parse import unquote
 from uuid import uuid4
 
 import orjson
@@ -169,10 +170,10 @@ def headers(asked: CallRequest, exchange: Exchange) -> dict[str, str]:
 
 
 def with_labels(asked: CallRequest, request: web.Request) -> CallRequest:
-    """`x-areal-label-NAME: value` headers join the labels of the body, and win."""
+    """`x-areal-label-NAME: value` headers, percent-encoded, join the labels of the body, and win."""
     for name, value in request.headers.items():
         if name.lower().startswith(LABEL_HEADER):
-            asked.labels[name[len(LABEL_HEADER) :].lower()[:64]] = value[:512]
+            asked.labels[name[len(LABEL_HEADER) :].lower()[:64]] = unquote(value)[:512]
     return asked
 
 

@@ -404,3 +404,12 @@ async def test_a_cut_distribution_is_not_trained(
         await served.admin("POST", "/admin/sessions", body | {"sampling": whole}, 201)
     finally:
         await served.stop()
+
+
+async def test_label_headers_are_decoded(served: Served) -> None:
+    session = await served.open()
+    labels = {"x-areal-label-role": "Pr%C3%BCfer%0A50%25", "x-areal-label-plain": "a b"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert (await served.post(session, body, labels))[0] == 200
+    (call,) = (await served.inspect(session))["calls"]
+    assert call["labels"] == {"role": "Prüfer\n50%", "plain": "a b"}
