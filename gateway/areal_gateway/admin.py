@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -33,8 +34,10 @@ log = logging.getLogger(__name__)
 PURPOSES = ("train", "eval", "rollout")
 EVENT_IDLE_S = 10.0
 ERROR_CHARS = 4096
-MOST_PROBES = 16
 """Of an agent's error kept with its seal; a traceback may be longer than anybody reads."""
+
+MOST_PROBES = 16
+"""Prompts of one weight probe; each is asked of every engine."""
 
 
 def routes(app: web.Application) -> None:
@@ -237,7 +240,15 @@ async def lease(gateway: Gateway, request: web.Request) -> web.StreamResponse:
     )
     if batch is None:
         return web.Response(status=204)
-    return web.Response(body=await asyncio.to_thread(pack, batch), content_type=MEDIA_TYPE)
+    try:
+        response = web.Response(body=await asyncio.to_thread(pack, batch), content_type=MEDIA_TYPE)
+        await response.prepare(request)
+        await response.write_eof()
+    except BaseException:  # the trainer left before it had the batch: nobody else may wait until it expires
+        with suppress(GatewayError):  # it ended meanwhile
+            await gateway.leases.nack(batch.lease_id)
+        raise
+    return response
 
 
 async def ack(gateway: Gateway, request: web.Request) -> web.Response:

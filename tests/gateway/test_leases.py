@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_support import ADMIN_KEY, Reply, Served, make_app
+from gateway_support import ADMIN_KEY, Reply, Served, eventually, make_app
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent.wire import MEDIA_TYPE, unpack
-from areal_gateway import leases
+from areal_agent.trajectory import Batch
+from areal_agent.wire import MEDIA_TYPE, pack, unpack
+from areal_gateway import admin, leases
 from areal_gateway.leases import Group, choose
 from areal_gateway.records import Outcome, SealRecord
 from areal_gateway.tokens import Tokens
@@ -194,6 +196,27 @@ async def test_ack_consumes_once_and_for_all(served: Served) -> None:
         "void": 0,
     }
     await lease(served, status=204)
+
+
+async def test_a_trainer_that_leaves_before_it_has_the_batch_gives_it_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing, go_on = threading.Event(), threading.Event()
+
+    def slow(batch: Batch) -> bytes:
+        packing.set()
+        go_on.wait(5)
+        return pack(batch)
+
+    await run_group(served, "g", [1.0])
+    monkeypatch.setattr(admin, "pack", slow)
+    trainer = asyncio.create_task(lease(served))
+    await eventually(packing.is_set)
+    assert served.gateway.leases.counts()["leased"] == 1
+    trainer.cancel()
+    await eventually(lambda: served.gateway.leases.counts()["ready"] == 1)
+    go_on.set()
+    assert len((await lease(served)).sequences) == 1
 
 
 async def test_a_nack_gives_the_groups_back(served: Served) -> None:
