@@ -132,7 +132,7 @@ async def test_every_step_of_the_switch_happens_under_pause_and_in_order(tmp_pat
             ]
             assert ("/pause", {"mode": "keep"}) in engine.calls
         states = [e["state"] for e in h.events if e["type"] == "weights"]
-        assert states == ["receiving", "holding", "loading", "verifying", "committed", "serving"]
+        assert states == ["receiving", "holding", "paused", "loading", "verifying", "committed", "serving"]
 
 
 async def test_the_engines_ranks_follow_the_trainers(tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ class WeightTransaction:
                 raise EngineError(f"{member.url} was given version {version} and reads back {said!r}")
             member.version, member.tainted = version, False
 
+        self._set_phase("paused", update)
         # An engine that came up since `begin` has old weights and was not asked.
         for other in fleet.members:
             if other not in alive and other.state is EngineState.SERVING:
