@@ -17,7 +17,6 @@ from areal_agent.errors import ConfigError, EngineError
 from areal_gateway.fleet import EngineSampling, Fleet
 from areal_gateway.fleet.process import (
     LaunchSpec,
-    check_model,
     cpu_threads,
     engine_args,
     last_words,
@@ -97,12 +96,13 @@ def test_thread_settings_of_the_environment_win(monkeypatch) -> None:
 # --- what fits -------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read its config\.json"):
-        check_model(str(tmp_path / "nothing"))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no \*.safetensors"):
-        check_model(str(tmp_path))
+async def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """By the same check, in the same words, as before the whole run starts."""
+    h = fleet_of(tmp_path, 1)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer"):
+        await h.fleet.start()
+    assert h.fleet.members == []
 
 
 # --- last words ------------------------------------------------------------------------------------------
@@ -134,7 +134,8 @@ def test_last_words_are_the_root_cause() -> None:
 def fleet_of(tmp_path: Path, n: int, *args: str, **fleet) -> Harness:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     config = run_config(fleet={"engines": n, "memory_gib": 0.1, **fleet})
     config.model = str(model)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_agent.checks import model_folder
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.machine import detect_platform, plan_engines
@@ -25,7 +26,6 @@ from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
     EngineArgs,
     LaunchSpec,
-    check_model,
     engine_args,
 )
 from areal_gateway.fleet.types import Chunk, EngineSampling, EngineState, FleetUnavailable, Span
@@ -88,7 +88,7 @@ class Fleet:
         self._platform = detect_platform(self.config)
         count, why = plan_engines(self.config)
         if count:
-            check_model(self.config.model)
+            model_folder(self.config.model)
         self._emit("fleet", engines=count + len(f.attach), reason=why)
         self.members = [Member(f"engine-{i}") for i in range(count)]
         self.members += [Member(f"attached-{i}", url=url, model=None) for i, url in enumerate(f.attach)]

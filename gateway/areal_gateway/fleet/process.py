@@ -1,7 +1,6 @@
-"""How an engine's process is started: its command line per platform, its memory, its port, its last words.
+"""How an engine's process is started: its command line per platform, its port, its last words.
 
-Invariant: what does not fit is refused before anything starts, with a sentence; what dies while starting
-is reported with the lines of its log that say why.
+Invariant: what dies while starting is reported with the lines of its log that say why.
 """
 
 from __future__ import annotations
@@ -13,18 +12,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from areal_agent.config import FleetConfig
-from areal_agent.errors import ConfigError
 
 MODEL_NAME = "policy"
 """Served model name of the engines that we start."""
 
 EXTENSION = "areal_gateway.worker_extension.AREALWorkerExtension"
-
-TRAINER_GIB = 2.0
-"""Left free for the trainer, the gateway and the agents when `engines: auto` decides."""
 
 GIB = 2**30
 
@@ -133,20 +127,6 @@ def _devices(spec: LaunchSpec, variable: str, folder: str, pattern: str) -> dict
     if first + size <= len(ids):
         return {variable: ",".join(ids[first : first + size])}
     return {}
-
-
-# --- what fits -------------------------------------------------------------------------------------------
-
-
-def check_model(model: str) -> None:
-    """Raises ConfigError unless `model` is a readable Hugging Face model folder."""
-    path = Path(model)
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"model = {model!r}: cannot read its config.json ({e}); give a model folder") from e
-    if not isinstance(config, dict) or not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model = {model!r} holds no *.safetensors weights; save the model there first")
 
 
 def free_port() -> int:
