@@ -30,6 +30,7 @@ class Progress:
     Attributes:
         rewards: mean training reward of each step so far.
         evals: (step, reward) of each evaluation.
+        eval_missing: (missing, tasks) of the last of them: tasks without a reward, which its mean leaves out.
         tokens_per_s: sampled by the fleet, over the last seconds.
         engines: number of engines by state. calls: number of calls by state.
     """
@@ -40,6 +41,7 @@ class Progress:
     step: int = 0
     rewards: list[float] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
+    eval_missing: tuple[int, int] = (0, 0)
     staleness: int | None = None
     max_staleness: int = 0
     tokens_per_s: float = 0.0
@@ -104,7 +106,7 @@ class PlainLines:
         if p.rewards:
             parts.append(f"reward {p.rewards[-1]:.3f}")
         if p.evals:
-            parts.append(f"eval {p.evals[-1][1]:.3f} (step {p.evals[-1][0]})")
+            parts.append(f"eval {p.evals[-1][1]:.3f} (step {p.evals[-1][0]}{missing(*p.eval_missing, ', ')})")
         if p.staleness is not None:
             parts.append(f"staleness {p.staleness}")
         parts.append(f"{p.tokens_per_s:.0f} tok/s")
@@ -149,6 +151,7 @@ class LivePanel:
         grid.add_column(no_wrap=True)
         reward = f"{p.rewards[-1]:.3f}" if p.rewards else "–"
         evaluation = f"{p.evals[-1][1]:.3f} at step {p.evals[-1][0]}" if p.evals else "–"
+        evaluation += missing(*p.eval_missing, ", ")
         stale = "–" if p.staleness is None else f"{p.staleness} (at most {p.max_staleness})"
         eta = "–" if p.eta_s is None else clock(p.eta_s)
         calls = {k: v for k, v in p.calls.items() if v and k != "total"}
@@ -177,6 +180,11 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {state}" for state, n in counts.items() if n)
 
 
+def missing(count: int, tasks: int, before: str = "") -> str:
+    """What stands beside a mean that leaves tasks out; nothing where it leaves out none."""
+    return f"{before}{count} of {tasks} missing" if count else ""
+
+
 def clock(seconds: float) -> str:
     """Seconds as m:ss, or h:mm:ss from an hour on."""
     minutes, s = divmod(round(seconds), 60)
@@ -190,10 +198,15 @@ def report(summary: Mapping[str, Any]) -> str:
     def number(value: Any, digits: int = 3) -> str:
         return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else f"{value:,}"
 
+    def mean(when: str) -> str:
+        result = summary.get(f"eval_{when}") or {}
+        left_out = missing(result.get("missing", 0), result.get("tasks", 0))
+        return number(summary[f"reward_{when}"]) + (f" ({left_out})" if left_out else "")
+
     tasks = (summary.get("eval_after") or summary.get("eval_before") or {}).get("tasks", 0)
     gap = summary.get("logprob_gap_max")
     lines = [
-        ("reward", f"{number(summary['reward_before'])} -> {number(summary['reward_after'])}")
+        ("reward", f"{mean('before')} -> {mean('after')}")
         if tasks
         else ("reward", "not measured (no held-out tasks)"),
         ("held-out tasks", number(tasks)),

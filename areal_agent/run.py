@@ -211,6 +211,7 @@ class Run:
         step = self._progress.step
         result = await self._controller.evaluate(items)
         self._log.evaluation(when, step, result.episodes)
+        self._progress.eval_missing = (result.missing, result.tasks)
         if result.reward is not None:
             self._progress.evals.append((step, result.reward))
             self._log.step(step, {"eval_reward": result.reward, "eval_missing": result.missing})

@@ -31,7 +31,8 @@ class TrainResult:
 
     Attributes:
         steps: optimiser steps taken; the final policy version.
-        reward_before, reward_after: mean greedy reward on held-out tasks; None without any.
+        reward_before, reward_after: mean greedy reward on held-out tasks; None without any. Tasks without a
+            reward are left out: `summary["eval_after"]["missing"]` says how many.
         checkpoint: Hugging Face folder of the final policy.
         run_dir: everything else, see rundir.py.
         summary: all of summary.json.

@@ -34,6 +34,7 @@ class LangGraphAgent:
         input: Callable[[Mapping[str, Any]], Any] | None = None,
         output: Callable[[Any], Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        on_recursion: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> None:
         """Args:
             graph: what `StateGraph(...).compile()` or `create_agent(...)` returned, or a function without
@@ -42,6 +43,9 @@ class LangGraphAgent:
             input: task -> the graph's input; by default its `messages`, else one user message of its question.
             output: final state -> the agent's result; by default the text of the last message, else the state.
             config: RunnableConfig for every invocation, such as {"recursion_limit": 10}.
+            on_recursion: task -> the agent's result where the graph reached its recursion limit, so that the
+                reward function can say what looping is worth; by default the error ends the session, whose
+                reward is then missing.
 
         Raises:
             ConfigError: langgraph is not installed, or `graph` is neither a compiled graph nor a function.
@@ -54,6 +58,7 @@ class LangGraphAgent:
         self._input = input or graph_input
         self._output = output or graph_output
         self._config = dict(config or {})
+        self._on_recursion = on_recursion
 
     @functools.cached_property
     def graph(self) -> Any:
@@ -69,7 +74,15 @@ class LangGraphAgent:
         """Run the graph on one task. Raises whatever the graph raises."""
         configurable = {"thread_id": uuid.uuid4().hex, **self._config.get("configurable", {})}
         config = {**self._config, "configurable": configurable}  # a checkpointer must not mix two sessions
-        return self._output(await self.graph.ainvoke(self._input(task), config))
+        from langgraph.errors import GraphRecursionError
+
+        try:
+            state = await self.graph.ainvoke(self._input(task), config)
+        except GraphRecursionError:
+            if self._on_recursion is None:
+                raise
+            return self._on_recursion(task)
+        return self._output(state)
 
 
 def graph_input(task: Mapping[str, Any]) -> dict[str, Any]:

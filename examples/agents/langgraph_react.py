@@ -53,8 +53,8 @@ def build_graph() -> Any:
 
 # ---------------------------------------------------------------- its training
 
-# A model that never stops calling the tool is cut off; the session then has no result and no reward.
-agent = LangGraphAgent(build_graph, config={"recursion_limit": 9})
+# A model that never stops calling the tool is cut off; it then has no answer, which `reward` gives 0.
+agent = LangGraphAgent(build_graph, config={"recursion_limit": 9}, on_recursion=lambda task: None)
 
 
 def main() -> None:

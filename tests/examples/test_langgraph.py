@@ -17,6 +17,7 @@ from aiohttp import web
 from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import GraphRecursionError
 from langgraph.graph import START, MessagesState, StateGraph
 from openai import AsyncOpenAI, OpenAI
 
@@ -33,6 +34,7 @@ class Model:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.url = ""
+        self.loops = False
 
     async def reply(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -40,7 +42,7 @@ class Model:
         self.requests.append((request.headers["authorization"], labels, body))
         last = body["messages"][-1]
         message: dict[str, Any] = {"role": "assistant", "content": f"The answer is {last['content']}."}
-        if last["role"] != "tool" and body.get("tools"):
+        if (self.loops or last["role"] != "tool") and body.get("tools"):
             function = {"name": "calculator", "arguments": '{"expression": "2+3"}'}
             call = {"id": "c1", "type": "function", "function": function}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -189,3 +191,25 @@ async def test_input_and_output_can_be_said(model):
     )
     assert await run(agent, model) == 4
     assert model.requests[0][2]["messages"][0]["content"] == "2 AND 3?"
+
+
+async def test_a_looping_graph_fails_unless_it_is_said_what_that_gives(model):
+    async def ask(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await ChatOpenAI(model="m").ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_edge(START, "ask")
+    graph.add_edge("ask", "ask")
+    limit = {"recursion_limit": 3}
+    with pytest.raises(GraphRecursionError):
+        await run(LangGraphAgent(graph.compile(), config=limit), model)
+    told = LangGraphAgent(graph.compile(), config=limit, on_recursion=lambda task: task["question"])
+    assert await run(told, model) == "2 and 3?"
+
+
+async def test_the_example_gives_a_loop_no_answer_and_so_no_reward_but_zero(model, monkeypatch):
+    monkeypatch.setattr(model, "loops", True)
+    result = await run(langgraph_react.agent, model)
+    assert result is None
+    assert langgraph_react.reward({"question": "2 and 3?", "answer": 5}, result) == 0.0
