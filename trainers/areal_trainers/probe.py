@@ -4,7 +4,8 @@ The batch alone cannot tell. Where generation keeps up, its tokens were sampled 
 token of it is of the trainer's own version. So each engine is asked for a few tokens right after the
 commit, and the trainer computes the same logprobs itself.
 
-Invariant: every serving engine is compared, on tokens it stamped with the version just committed.
+Invariant: every serving engine that answers in time is compared, on tokens it stamped with the version just
+committed. What could not be asked is said and counted as 0 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_agent.errors import TrainerError
+from areal_agent.errors import GatewayError, TrainerError
 from areal_agent.trajectory import Batch
 from areal_trainers.batch import Gap
 from areal_trainers.client import TrainerClient
@@ -25,6 +26,9 @@ from areal_trainers.ranks import Ranks
 PROMPTS = 2
 TOKENS = 8
 """Per engine and update: some tens of milliseconds, and a wrong matrix shows in the first token."""
+
+UNANSWERED = (502, 503, 504)
+"""Statuses that say the engines did not answer, and nothing of the weights they hold."""
 
 
 class Probe:
@@ -70,7 +74,14 @@ class Probe:
         for s in batch.sequences:
             if len(prompts) < PROMPTS and any(s.loss_mask):
                 prompts.setdefault(s.group_id, list(s.token_ids[: list(s.loss_mask).index(True)]))
-        return json.dumps(self._client.probe(list(prompts.values()), TOKENS, temperature)).encode()
+        try:
+            replies = self._client.probe(list(prompts.values()), TOKENS, temperature)
+        except GatewayError as e:
+            if e.status not in UNANSWERED and e.code != "no_answer":
+                raise
+            print(f"areal_trainers: the engines were not compared after this step: {e}", flush=True)
+            replies = []
+        return json.dumps(replies).encode()
 
 
 def _item(reply: dict[str, Any], temperature: float) -> Item:
