@@ -75,8 +75,20 @@ def installed(*, trainer: bool) -> None:
         )
 
 
+def trainable(config: RunConfig) -> None:
+    """Raises ConfigError when what is sampled cannot be trained on."""
+    s = config.sampling
+    if s.top_p != 1 or s.top_k != 0:
+        raise ConfigError(
+            f"sampling.top_p = {s.top_p:g} and sampling.top_k = {s.top_k}: replies then come from a truncated "
+            "distribution, whose logprobs the trainer does not compute; train with top_p 1 and top_k 0"
+        )
+
+
 def before_start(config: RunConfig, *, trainer: bool) -> None:
     """All of the above for one run."""
+    if trainer:
+        trainable(config)
     model_folder(config.model)
     address(config.gateway.host, config.gateway.port, config.gateway.allow_remote)
     installed(trainer=trainer)

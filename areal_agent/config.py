@@ -97,6 +97,9 @@ class TrainerConfig(Section):
     )
     lease_s: float = Field(default=600.0, gt=0, description="a leased batch returns unless acked within this")
     wait_s: float = Field(default=600.0, gt=0, description="stop when no batch became ready for this long")
+    checkpoint_every: int = Field(
+        default=10, ge=0, description="steps between checkpoints, the last two are kept; 0: only at the end"
+    )
     seed: int = Field(default=0, description="seed of every rank")
 
 
@@ -134,7 +137,7 @@ class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field(default="auto", description="collective backend")
     bucket_mib: float = Field(default=64.0, gt=0, description="most MiB in one broadcast")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="wire dtype; auto: the engine's"
+        default="auto", description="wire dtype; auto: fleet.dtype, float32 where that is auto too"
     )
     join_timeout_s: float = Field(default=30.0, gt=0, description="deadline for a new epoch's group")
     transfer_timeout_s: float = Field(default=60.0, gt=0, description="deadline for all buckets")

@@ -260,6 +260,8 @@ def test_an_agent_that_keeps_its_client_serves_a_second_run(services, model, tmp
         ({"config": {"trainer": {"steps": 0}}}, r"trainer.steps = 0: input should be greater than 0"),
         ({"config": {"trainer": {"stepz": 1}}}, "trainer.stepz: no such setting"),
         ({"config": 3}, "config is a int"),
+        ({"config": {"sampling": {"top_p": 0.9}}}, r"sampling.top_p = 0.9 .* train with top_p 1 and top_k 0"),
+        ({"config": {"sampling": {"top_k": 20}}}, r"sampling.top_k = 20: replies .* train with top_p 1"),
         ({"agent": lambda: 1}, "the agent takes 0 arguments"),
         ({"reward": "good"}, "the reward is a str"),
         ({"config": {"gateway": {"host": "0.0.0.0"}}}, "not a loopback address"),
