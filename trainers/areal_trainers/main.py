@@ -17,9 +17,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_agent.config import RunConfig
-from areal_agent.errors import ArealError, ConfigError
+from areal_agent.errors import ArealError, ConfigError, TrainerError, WeightUpdateError
 from areal_agent.rundir import RunDir
-from areal_trainers import checkpoint
+from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.client import TrainerClient
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
@@ -32,6 +32,9 @@ from areal_trainers.records import Records
 from areal_trainers.source import BatchSource
 from areal_trainers.trainer import train
 from areal_trainers.weights_sender import WeightsSender, wire_dtype
+
+RAISED_TOGETHER = (TrainerError, WeightUpdateError)
+"""Errors that every rank raises at the same place, so that the ranks can still gather a checkpoint."""
 
 
 class Terminated(BaseException):
@@ -64,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_training(
     config: RunConfig, run: RunDir, platform: Platform, ranks: Ranks, address: tuple[str, str]
 ) -> None:
-    """Build the parts, train, and write the final checkpoint and trainer.json."""
+    """Build the parts, train, and write the checkpoints and trainer.json."""
     check(config)
     torch.manual_seed(config.trainer.seed)
     t = config.trainer
@@ -72,8 +75,9 @@ def run_training(
     client = TrainerClient(*address) if ranks.first else None
     records = Records(run if ranks.first else None, client, lambda: platform.memory()[0])
     source = BatchSource(client, ranks, config)
-    error: str | None = "terminated by a signal"
-    final: Path | None = None
+    error: str | None = None
+    together = True
+    checkpoints: Checkpoints | None = None
     sender: WeightsSender | None = None
     try:
         lm = load_causal_lm(config.model)
@@ -92,25 +96,29 @@ def run_training(
         )
         learner = Learner(policy, optimizer, ranks, t, clock)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)
-        train(config, learner, source, sender, probe, records, clock)
-        folder = run.path / "checkpoints" / f"step-{t.steps:06d}"
-        final = checkpoint.export(lm, folder, Path(config.model), write=ranks.first)
-        if ranks.first:
-            checkpoint.point_latest(folder)
-        error = None
-    except ArealError as e:
-        error = f"{type(e).__name__}: {e}"
-        raise
-    except Exception as e:
-        error = f"{type(e).__name__}: {e}; the traceback is in logs/trainer.log"
+        folder = run.path / "checkpoints"
+        checkpoints = Checkpoints(lm, folder, Path(config.model), t.checkpoint_every, write=ranks.first)
+        train(config, learner, source, sender, probe, records, checkpoints, clock)
+        checkpoints.save()
+    except BaseException as e:
+        error, together = _sentence(e), ranks.size == 1 or isinstance(e, RAISED_TOGETHER)
         raise
     finally:
         source.give_back()
         if sender is not None:
             sender.close()
-        records.finish(final, error)
+        if checkpoints is not None and error is not None:
+            checkpoints.rescue(together=together)
+        records.finish(checkpoints.last if checkpoints is not None else None, error)
         if client is not None:
             client.close()
+
+
+def _sentence(e: BaseException) -> str:
+    if isinstance(e, Terminated):
+        return "terminated by a signal"
+    said = f"{type(e).__name__}: {e}"
+    return said if isinstance(e, ArealError) else f"{said}; the traceback is in logs/trainer.log"
 
 
 def check(config: RunConfig) -> None:

@@ -82,9 +82,11 @@ class BatchSource:
             self._client.ack(lease_id)
         except GatewayError as e:
             if e.status == 409:
-                raise TrainerError(
+                raise GatewayError(  # no TrainerError: those are raised by every rank together
                     f"lease {lease_id} expired before it was acked, so its groups would be trained twice; "
-                    f"raise trainer.lease_s (now {self._config.trainer.lease_s:g} s)"
+                    f"raise trainer.lease_s (now {self._config.trainer.lease_s:g} s)",
+                    status=e.status,
+                    code=e.code,
                 ) from e
             raise
 

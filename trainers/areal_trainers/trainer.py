@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from areal_agent.config import RunConfig
 from areal_trainers.batch import check_gap, prepare
+from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
 from areal_trainers.probe import Probe
@@ -23,6 +24,7 @@ def train(
     sender: WeightsSender,
     probe: Probe,
     records: Records,
+    checkpoints: Checkpoints,
     clock: Clock,
 ) -> None:
     """Train for `trainer.steps` batches. Raises an ArealError when training cannot go on."""
@@ -38,7 +40,8 @@ def train(
         with clock("proximal"):
             proximal, entropy = learner.logprobs(work.items)
         gap = check_gap(work, proximal, config.trainer.logprob_gap_bound)
-        update = learner.update(work.items, proximal, seed=config.trainer.seed + version)
+        with checkpoints.changing(version + 1):
+            update = learner.update(work.items, proximal, seed=config.trainer.seed + version)
         with clock("broadcast"):
             pushed = sender.push(version + 1)
         with clock("probe"):
@@ -53,3 +56,4 @@ def train(
             | {"pause_s": pushed.pause_s, "weight_attempts": pushed.attempts, "engines": pushed.engines}
             | {f"{phase}_s": seconds for phase, seconds in clock.lap().items()},
         )
+        checkpoints.step()
