@@ -21,9 +21,13 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
     if request.param == "fake":
         async with FakeEngine(max_model_len=1024, eos=1) as fake:
             fake.step_s = 0.002
-            yield await ready(EngineClient(fake.url, None))
+            client = await ready(EngineClient(fake.url, None))
+            yield client
+            await client.close()
     else:
-        yield await ready(EngineClient(request.getfixturevalue("vllm_url"), None))
+        client = await ready(EngineClient(request.getfixturevalue("vllm_url"), None))
+        yield client
+        await client.close()
 
 
 async def ready(client: EngineClient) -> EngineClient:
