@@ -77,7 +77,7 @@ def _cpu(spec: LaunchSpec) -> EngineArgs:
     env = COMMON_ENV | cpu_threads(spec)
     if spec.fleet.tensor_parallel == 1:
         # One process for scheduler and worker. As two they spin waiting for one another: two engines on two
-        # cores gave 1650 tok/s at 32 calls instead of 2890, and each held 0.6 GiB more. vLLM wants the
+        # cores were slower (taken under changing load, so no ratio is given), and each held about 0.4 GiB more. vLLM wants the
         # worker apart so as to set its threads' environment, which is set here already; hence the variable.
         cache += ["--distributed-executor-backend", "uni"]
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
