@@ -111,7 +111,8 @@ def test_two_ranks_train_broadcast_and_stay_exact(tmp_path: Path, model: Path) -
     assert [line["step"] for line in lines] == list(range(1, 9))
     wanted = "reward_mean reward_std tokens staleness_mean logprob_gap loss grad_norm clip_fraction entropy lease_s"
     wanted += (
-        " proximal_s forward_backward_s step_s broadcast_s idle_s behaviour_weight_max groups_zero_advantage"
+        " proximal_s reference_s forward_s backward_s gather_s step_s broadcast_s idle_s"
+        " behaviour_weight_max groups_zero_advantage"
     )
     assert set(wanted.split()) <= set(lines[0])
     assert all(line["source"] == "trainer" for line in lines)

@@ -1,4 +1,4 @@
-"""Where a step's seconds go. What no phase claimed is `idle`."""
+"""Where a step's seconds go: every second in exactly one phase. What no phase claimed is `idle`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,53 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("lease", "proximal", "forward_backward", "step", "broadcast", "probe", "idle")
+PHASES: tuple[str, ...] = (
+    "lease",
+    "reference",
+    "proximal",
+    "forward",
+    "backward",
+    "step",
+    "gather",
+    "broadcast",
+    "probe",
+    "idle",
+)
 
 
 class Clock:
     """`with clock("lease"): ...`; `lap()` returns the seconds of each phase since the last lap.
 
-    `synchronize` is called at a phase's end, or an accelerator's work would be booked to the next one.
+    A phase inside another (gather in broadcast) takes its seconds out of the outer one. `synchronize` is
+    called at a phase's end, or an accelerator's work would be booked to the next one.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self._synchronize = synchronize
-        self._spent: dict[str, float] = {}
-        self._start = time.monotonic()
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._open = ["idle"]
+        self._since = time.monotonic()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.monotonic()
+        if phase not in PHASES:
+            raise ValueError(f"no phase is called {phase!r}; there are {', '.join(PHASES)}")
+        self._book()
+        self._open.append(phase)
         try:
             yield
             self._synchronize()
         finally:
-            self._spent[phase] = self._spent.get(phase, 0.0) + time.monotonic() - begin
+            self._book()
+            self._open.pop()
 
     def lap(self) -> dict[str, float]:
-        now = time.monotonic()
-        spent = {p: self._spent.get(p, 0.0) for p in PHASES[:-1]}
-        spent["idle"] = max(0.0, now - self._start - sum(spent.values()))
-        self._spent, self._start = {}, now
+        self._book()
+        spent, self._spent = self._spent, dict.fromkeys(PHASES, 0.0)
         return spent
+
+    def _book(self) -> None:
+        """Give the seconds since the last call to the innermost phase that is open."""
+        now = time.monotonic()
+        self._spent[self._open[-1]] += now - self._since
+        self._since = now

@@ -27,6 +27,7 @@ from areal_agent.errors import GatewayError, WeightUpdateError
 from areal_agent.weights import Bucket, checksum, plan
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
+from areal_trainers.clock import Clock
 from areal_trainers.platform import Platform
 from areal_trainers.ranks import Ranks
 
@@ -62,6 +63,7 @@ class WeightsSender:
     Args:
         client: of rank 0; None on the other ranks.
         dtype: wire dtype, a name of areal_agent.weights.ITEM_BYTES.
+        clock: books the gathering of shards as its own phase.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class WeightsSender:
         platform: Platform,
         config: WeightsConfig,
         dtype: str,
+        clock: Clock | None = None,
     ) -> None:
         self._client, self._ranks, self._platform, self._config = client, ranks, platform, config
+        self._clock = clock or Clock()
         if config.backend not in ("auto", platform.backend):
             raise WeightUpdateError(
                 f"weights.backend = {config.backend} but platform {platform.name} broadcasts with "
@@ -195,7 +199,8 @@ class WeightsSender:
         """Gather, cast and lay a bucket's tensors into the buffer (on rank 0)."""
         for spec in bucket.tensors:
             value = self._tensors[spec.name]
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            with self._clock("gather"):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
             if self._ranks.first:
                 raw = whole.to(self._dtype).contiguous().view(-1).view(torch.uint8)
                 self._buffer[spec.offset : spec.offset + spec.nbytes].copy_(raw)
