@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from areal_agent.errors import ConfigError
 
@@ -66,6 +66,9 @@ class TrainerConfig(Section):
 
     steps: int = Field(default=40, gt=0, description="optimiser steps (= versions) to train for")
     ranks: int = Field(default=1, gt=0, description="FSDP2 ranks, started by torchrun")
+    sequence_parallel: int = Field(
+        default=1, gt=0, description="ranks that share each packed row (Ulysses); divides ranks and heads"
+    )
     platform: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="device family")
     learning_rate: float = Field(default=3e-4, gt=0, description="AdamW peak learning rate")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up steps")
@@ -87,6 +90,9 @@ class TrainerConfig(Section):
         default=True, description="divide group-centred rewards by the group's deviation (GRPO)"
     )
     microbatch_tokens: int = Field(default=8192, gt=0, description="most tokens in one packed forward")
+    activation_checkpointing: bool = Field(
+        default=False, description="keep only each layer's input and compute the layer again in backward"
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="forward and backward dtype"
     )
@@ -101,6 +107,13 @@ class TrainerConfig(Section):
         default=10, ge=0, description="steps between checkpoints, the last two are kept; 0: only at the end"
     )
     seed: int = Field(default=0, description="seed of every rank")
+
+    @field_validator("sequence_parallel")
+    @classmethod
+    def _divides_ranks(cls, value: int, info: ValidationInfo) -> int:
+        if (ranks := info.data.get("ranks", value)) % value:
+            raise ValueError(f"does not divide trainer.ranks = {ranks}")
+        return value
 
 
 class FleetConfig(Section):

@@ -1,11 +1,12 @@
-"""One rank of the invariance test: the gradient of a fixed batch, written by rank 0.
+"""One rank of the invariance test: the gradient of a fixed batch under each split, written by rank 0.
 
-torchrun --nproc-per-node N invariance_rank.py MODEL OUT
+torchrun --nproc-per-node 2 invariance_rank.py MODEL FOLDER
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,27 @@ def fixed_items(seed: int = 0) -> list[Item]:
     return items
 
 
+@dataclass(frozen=True)
+class Split:
+    """How two ranks share the batch."""
+
+    sequence_parallel: int = 1
+    activation_checkpointing: bool = False
+
+
+SPLITS = {
+    "data parallel": Split(),
+    "sequence parallel": Split(sequence_parallel=2),
+    "sequence parallel, activations recomputed": Split(2, activation_checkpointing=True),
+}
+
+
 def gradient(
-    ranks: Ranks, model: Path, items: list[Item], budget: int
+    ranks: Ranks, model: Path, items: list[Item], budget: int, *, activation_checkpointing: bool = False
 ) -> tuple[float, dict[str, np.ndarray], np.ndarray, float]:
     """(loss, gradients by name, stats, entropy) in float64."""
     lm = load_causal_lm(model).double()
-    policy = shard(lm, ranks.mesh)
+    policy = shard(lm, ranks.mesh, sequence=ranks.sequence, activation_checkpointing=activation_checkpointing)
     config = TrainerConfig(microbatch_tokens=budget)
     learner = Learner(policy, Optimizer(policy.parameters(), learning_rate=1.0), ranks, config, Clock())
     logprobs, entropy = learner.logprobs(items)
@@ -72,9 +88,18 @@ def gradient(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join_ranks(get_platform("cpu")) as ranks:
-        loss, grads, stats, entropy = gradient(ranks, Path(sys.argv[1]), fixed_items(), 64)
-        names = [name for name, _ in gathered(load_causal_lm(sys.argv[1]))]
-        assert names == list(grads)
-        if ranks.first:
-            np.savez(sys.argv[2], loss=loss, stats=stats, entropy=entropy, **grads)  # type: ignore[arg-type]
+    folder, platform = Path(sys.argv[1]), get_platform("cpu")
+    with join_ranks(platform):
+        for name, split in SPLITS.items():
+            with join_ranks(platform, split.sequence_parallel) as ranks:
+                loss, grads, stats, entropy = gradient(
+                    ranks,
+                    folder,
+                    fixed_items(),
+                    64,
+                    activation_checkpointing=split.activation_checkpointing,
+                )
+            assert [n for n, _ in gathered(load_causal_lm(folder))] == list(grads)
+            if ranks.first:
+                out = Path(sys.argv[2]) / f"{name}.npz"
+                np.savez(out, loss=loss, stats=stats, entropy=entropy, **grads)  # type: ignore[arg-type]

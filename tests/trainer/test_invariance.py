@@ -1,4 +1,4 @@
-"""Splitting is invisible: any budget, order and rank count give the same float64 loss and gradient."""
+"""Splitting is invisible: budget, order, ranks, sequence parallelism, recomputing: one float64 gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from invariance_rank import fixed_items, gradient
+from invariance_rank import SPLITS, fixed_items, gradient
 from trainer_kit import make_model
 
 from areal_trainers.platform import get_platform
@@ -68,18 +68,34 @@ def test_another_batch_has_another_gradient(ranks: Ranks, model: Path) -> None:
         same(gradient(ranks, model, fixed_items(), 100)[1], gradient(ranks, model, fixed_items(1), 100)[1])
 
 
-def test_two_ranks(ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rank.npz"
+def test_activation_checkpointing(ranks: Ranks, model: Path) -> None:
+    a = gradient(ranks, model, fixed_items(), 100)
+    b = gradient(ranks, model, fixed_items(), 100, activation_checkpointing=True)
+    assert b[0] == a[0]
+    same(a[1], b[1])
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(model, folder with each split's results)."""
+    model, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
+    make_model(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(HERE / "invariance_rank.py"), str(model), str(out)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    other = dict(np.load(out))
+    return model, out
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks(ranks: Ranks, by_two_ranks: tuple[Path, Path], split: str) -> None:
+    model, out = by_two_ranks
+    other = dict(np.load(out / f"{split}.npz"))
     loss, grads, stats, entropy = gradient(ranks, model, fixed_items(), 10**6)
     assert float(other.pop("loss")) == pytest.approx(loss, abs=1e-9)
     assert float(other.pop("entropy")) == pytest.approx(entropy, abs=1e-9)

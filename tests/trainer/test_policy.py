@@ -11,8 +11,7 @@ import torch
 from trainer_kit import CONFIGS, VOCAB, make_model, reference, reference_logprobs
 
 from areal_agent.errors import ConfigError
-from areal_trainers.logprobs import head_logprobs, token_logprobs
-from areal_trainers.model import load_causal_lm, shard
+from areal_trainers.model import decoder_layers, load_causal_lm, shard
 from areal_trainers.packing import Item, pack
 from areal_trainers.platform import get_platform
 from areal_trainers.ranks import Ranks, join_ranks
@@ -70,30 +69,33 @@ def test_gradients_are_the_models_own(tmp_path: Path, ranks: Ranks) -> None:
         torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-4, rtol=0, msg=name)
 
 
-def test_chunks_change_neither_values_nor_gradients() -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(8, 30, bias=False).double()
-    hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
-    labels, temperatures = torch.randint(0, 30, (23,)), torch.rand(23).double() + 0.5
-    results = []
-    for chunk in (10**9, 30 * 5, 1):
-        head.weight.grad = hidden.grad = None
-        logp, entropy = head_logprobs(head, 30, hidden, labels, temperatures, chunk)
-        (logp * torch.arange(23)).sum().backward()
-        results.append((logp.detach(), entropy, head.weight.grad, hidden.grad))
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_sees_what_fsdp_gathered(tmp_path: Path, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Masters stay float32; the fused head runs in the compute dtype and its gradient reaches them."""
+    lm = load_causal_lm(make_model(tmp_path, "qwen3 untied"))
+    logprobs, _ = shard(lm, ranks.mesh, dtype)(pack(items([14, 5]), [0, 1]))
+    assert logprobs.dtype == torch.float32
+    logprobs.sum().backward()
+    head = lm.get_output_embeddings()
+    assert head is not None
+    assert head.weight.grad.dtype == torch.float32
+    assert head.weight.grad.full_tensor().abs().max() > 0
 
 
-def test_logprob_and_entropy_against_numpy() -> None:
-    rng = np.random.default_rng(0)
-    logits, labels, t = rng.normal(0, 3, (11, 7)), rng.integers(0, 7, 11), rng.uniform(0.3, 2, 11)
-    p = np.exp(logits / t[:, None])
-    p /= p.sum(-1, keepdims=True)
-    logp, entropy = token_logprobs(torch.tensor(logits), torch.tensor(labels), torch.tensor(t))
-    np.testing.assert_allclose(logp, np.log(p[np.arange(11), labels]), atol=1e-12)
-    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), atol=1e-12)
+def test_activation_checkpointing_runs_each_layer_again(tmp_path: Path, ranks: Ranks) -> None:
+    make_model(tmp_path)
+    ran = []
+    for recompute in (False, True):
+        lm, count = load_causal_lm(tmp_path), [0]
+        layers = decoder_layers(lm)
+        policy = shard(lm, ranks.mesh, activation_checkpointing=recompute)
+        names = [name for name, _ in lm.named_parameters()]
+        for layer in layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, c=count: c.__setitem__(0, c[0] + 1))
+        policy(pack(items([9]), [0]))[0].sum().backward()
+        ran.append((count[0], names))
+    assert [n for n, _ in ran] == [2, 4]
+    assert ran[0][1] == ran[1][1]  # no wrapper renames a weight
 
 
 @pytest.mark.parametrize(

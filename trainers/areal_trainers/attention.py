@@ -7,19 +7,25 @@ and the platform's fast kernel applies. Measured on CPU with 128-token sequences
 2 % of a training step; an explicit block-diagonal mask costs time and memory quadratic in the row.
 
 The gather's backward is the inverse gather, valid because every token lies in exactly one class row.
+Where the platform has a kernel that takes `cu_seqlens` (varlen.py) and computes in half precision, that
+one runs instead, on the packed row as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
 from areal_agent.errors import ConfigError
+from areal_trainers import varlen
+
+if TYPE_CHECKING:
+    from areal_trainers.ulysses import SequenceGroup
 
 NAME = "areal_packed"
 """`attn_implementation` of every model the trainer loads."""
@@ -41,10 +47,19 @@ class Layout:
     Attributes:
         classes: they cover every sequence once.
         unpad: [T] place of each token in the concatenation of all classes' rows.
+        cu_seqlens: [n + 1] int32, the token each of the n sequences starts at, and T.
+        longest: tokens of the longest sequence.
     """
 
     classes: tuple[LengthClass, ...]
     unpad: torch.Tensor
+    cu_seqlens: torch.Tensor
+    longest: int
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.unpad)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
@@ -67,7 +82,8 @@ class Layout:
             unpad[pad[real]] = place[real]
             classes.append(LengthClass(len(members), width, pad.flatten().to(device)))
             base += pad.numel()
-        return cls(tuple(classes), unpad.to(device))
+        cu_seqlens = F.pad(torch.cumsum(sizes, 0), (1, 0)).to(torch.int32)
+        return cls(tuple(classes), unpad.to(device), cu_seqlens.to(device), max(lengths))
 
 
 class _Pad(torch.autograd.Function):
@@ -85,6 +101,64 @@ class _Pad(torch.autograd.Function):
         return grads[0].index_select(0, unpad), None, None
 
 
+def class_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """query [T, H, D], key and value [T, Hk, D] -> [T, H, D], class by class through torch's SDPA."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    qkv = torch.cat([query, key, value], 1)
+    padded = _Pad.apply(qkv, torch.cat([c.pad for c in layout.classes]), layout.unpad)
+    outputs = []
+    parts = padded.split([c.rows * c.width for c in layout.classes])  # type: ignore[union-attr]
+    for c, part in zip(layout.classes, parts, strict=True):
+        q, k, v = part.unflatten(0, (c.rows, c.width)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+        windowed = window is not None and window < c.width
+        mask = _window(c.width, window, q.device) if windowed else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=kv_heads != heads
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out.index_select(0, layout.unpad)
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float | None, int | None], torch.Tensor]
+
+KERNELS: dict[str, Kernel] = {
+    "sdpa": class_attention,
+    "flash": varlen.flash_attention,
+    "npu_fusion": varlen.npu_attention,
+}
+"""By the name a platform's `attention` gives."""
+
+
+def choose_kernel(preferred: str, dtype: torch.dtype) -> str:
+    """The platform's preferred kernel where it can compute in `dtype` and is there, else "sdpa"."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa"
+    return "sdpa" if preferred == "flash" and not varlen.flash_available() else preferred
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the attention of one packed row needs to know, handed through the model to every layer.
+
+    Attributes:
+        layout: of the whole row.
+        kernel: a name of KERNELS.
+        sequence: the ranks that each hold a slice of the row; None where this rank holds it all.
+    """
+
+    layout: Layout
+    kernel: str = "sdpa"
+    sequence: SequenceGroup | None = None
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -94,37 +168,28 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    areal_layout: Layout | None = None,
+    areal_plan: Plan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
-    if areal_layout is None:
-        raise ValueError(f"attention {NAME!r} needs `areal_layout`; call the model through Policy")
+    """transformers' attention interface: query [1, H, t, D], key and value [1, Hk, t, D] -> [1, t, H, D].
+
+    t is the row's T tokens, or this rank's slice of them.
+    """
+    if areal_plan is None:
+        raise ValueError(f"attention {NAME!r} needs `areal_plan`; call the model through Policy")
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ConfigError(
             f"{type(module).__name__} uses attention soft-capping or sinks, which packed attention does "
             "not compute; train a model without them"
         )
-    heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
-    qkv = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).reshape(tokens, -1)  # [T, (H+2Hk)·D]
-    pads = torch.cat([c.pad for c in areal_layout.classes])
-    padded = _Pad.apply(qkv, pads, areal_layout.unpad)
-    outputs = []
-    parts = padded.split([c.rows * c.width for c in areal_layout.classes])  # type: ignore[union-attr]
-    for c, part in zip(areal_layout.classes, parts, strict=True):
-        q, k, v = (
-            part.view(c.rows, c.width, heads + 2 * kv_heads, -1)
-            .transpose(1, 2)
-            .split([heads, kv_heads, kv_heads], 1)
-        )
-        windowed = sliding_window is not None and sliding_window < c.width
-        mask = _window(c.width, sliding_window, q.device) if windowed else None
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=kv_heads != heads
-        )
-        outputs.append(out.transpose(1, 2).reshape(c.rows * c.width, heads, -1))
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out.index_select(0, areal_layout.unpad)[None], None
+    layout, sequence = areal_plan.layout, areal_plan.sequence
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if sequence is not None:
+        q, k, v = sequence.to_heads(q, k, v, layout.tokens)
+    out = KERNELS[areal_plan.kernel](q, k, v, layout, scaling, sliding_window)
+    if sequence is not None:
+        out = sequence.to_tokens(out)
+    return out[None], None
 
 
 def _window(width: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -75,8 +75,7 @@ class Learner:
         losses, norms = [], []
         parts = _minibatches(ready, self.config.minibatches, seed)
         for part in parts:
-            with self.clock("forward_backward"):
-                loss, part_stats, part_max = self.gradient(part)
+            loss, part_stats, part_max = self.gradient(part)
             stats += part_stats
             weight_max = max(weight_max, part_max)
             with self.clock("step"):
@@ -133,7 +132,8 @@ class Learner:
 
     def _backward(self, items: Sequence[Item], indices: list[int], total: int) -> PpoSums:
         micro = pack(items, indices, self.ranks.device)
-        logprobs, _ = self.policy(micro)
+        with self.clock("forward"):
+            logprobs, _ = self.policy(micro)
 
         def column(name: str) -> torch.Tensor:
             return micro.columns[name].to(logprobs.dtype) if indices else logprobs.new_zeros(0)
@@ -148,12 +148,13 @@ class Learner:
             weight_cap=self.config.behaviour_weight_cap,
         )
         # FSDP averages gradients over ranks; the loss is a sum over them.
-        (sums.loss * (self.ranks.size / total)).backward()
+        with self.clock("backward"):
+            (sums.loss * (self.ranks.size / total)).backward()
         return sums
 
     def _share(self, items: Sequence[Item]) -> list[list[int]]:
-        return assign([len(i) for i in items], self.config.microbatch_tokens, self.ranks.size)[
-            self.ranks.rank
+        return assign([len(i) for i in items], self.config.microbatch_tokens, self.ranks.data_size)[
+            self.ranks.data_rank
         ]
 
 

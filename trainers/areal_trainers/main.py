@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = run.read_config()
         platform = get_platform(config.trainer.platform)
-        with join_ranks(platform) as ranks:
+        with join_ranks(platform, config.trainer.sequence_parallel) as ranks:
             run_training(config, run, platform, ranks, gateway_address(run, os.environ))
     except ArealError as e:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -81,7 +81,14 @@ def run_training(
     sender: WeightsSender | None = None
     try:
         lm = load_causal_lm(config.model)
-        policy = shard(lm, ranks.mesh, getattr(torch, t.compute_dtype))
+        policy = shard(
+            lm,
+            ranks.mesh,
+            getattr(torch, t.compute_dtype),
+            kernel=platform.attention,
+            sequence=ranks.sequence,
+            activation_checkpointing=t.activation_checkpointing,
+        )
         optimizer = Optimizer(
             policy.parameters(),
             learning_rate=t.learning_rate,
@@ -92,7 +99,7 @@ def run_training(
             grad_clip=t.grad_clip,
         )
         sender = WeightsSender(
-            lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet)
+            lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet), clock
         )
         learner = Learner(policy, optimizer, ranks, t, clock)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)

@@ -6,6 +6,7 @@ Dropout is off always: the trainer's logprobs have to be the engine's.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_agent.errors import ConfigError
 from areal_trainers import attention
 from areal_trainers.logprobs import head_logprobs, token_logprobs
 from areal_trainers.packing import MicroBatch
+from areal_trainers.ulysses import SequenceGroup, check_heads
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which a model changes logits after its output head; such a model computes them itself."""
@@ -50,40 +53,73 @@ class Policy(nn.Module):
 
     Keeping the output head inside this forward lets the root hold its weight gathered while chunks of
     it run, and lets only predicted rows reach it.
+
+    Args:
+        kernel: a name of attention.KERNELS.
+        sequence: ranks that share every packed row (then all of them get the whole row's results).
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, kernel: str = "sdpa", sequence: SequenceGroup | None = None
+    ) -> None:
         super().__init__()
-        self.lm = lm
-        self.own_logits = any(getattr(lm.config, name, None) for name in LOGIT_TRANSFORMS)
+        self.lm, self.kernel, self.sequence = lm, kernel, sequence
+        head = lm.get_output_embeddings()
+        transformed = any(getattr(lm.config, name, None) for name in LOGIT_TRANSFORMS)
+        self.own_logits = transformed or type(head) is not nn.Linear
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sequence is None:
+            return self._results(micro, micro)
+        part, counts = self.sequence.cut(micro)
+        logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), counts)
+        return logprobs, entropies
+
+    def _results(self, whole: MicroBatch, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the tokens that `part`, a slice of the row `whole`, predicts."""
         inputs: dict[str, Any] = dict(
-            input_ids=micro.token_ids,
-            position_ids=micro.position_ids,
-            areal_layout=micro.layout,
+            input_ids=part.token_ids,
+            position_ids=part.position_ids,
+            areal_plan=attention.Plan(whole.layout, self.kernel, self.sequence),
             use_cache=False,
         )
         if self.own_logits:
-            logits = self.lm(**inputs, logits_to_keep=micro.predict).logits[0]
-            return token_logprobs(logits, micro.labels, micro.temperatures)
-        hidden = self.lm.base_model(**inputs).last_hidden_state[0].index_select(0, micro.predict)
+            logits = self.lm(**inputs, logits_to_keep=part.predict).logits[0]
+            return token_logprobs(logits, part.labels, part.temperatures)
+        hidden = self.lm.base_model(**inputs).last_hidden_state[0].index_select(0, part.predict)
         head = self.lm.get_output_embeddings()
-        assert head is not None
-        return head_logprobs(head, self.lm.config.vocab_size, hidden, micro.labels, micro.temperatures)
+        assert isinstance(head, nn.Linear)
+        return head_logprobs(hidden, head.weight, head.bias, part.labels, part.temperatures)
 
 
-def shard(lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32) -> Policy:
+def shard(
+    lm: PreTrainedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype = torch.float32,
+    *,
+    kernel: str = "sdpa",
+    sequence: SequenceGroup | None = None,
+    activation_checkpointing: bool = False,
+) -> Policy:
     """Shard `lm` over `mesh`, one FSDP unit per decoder layer and one for the rest.
 
     Gradients are reduced in the masters' dtype and averaged over ranks (FSDP's way): a loss summed over ranks has
-    to be multiplied by their number.
+    to be multiplied by their number. `kernel` is the platform's attention, taken where the compute dtype
+    allows. With `activation_checkpointing` a layer keeps its input alone and runs again in backward.
     """
+    if sequence is not None:
+        check_heads(lm.config, sequence.size)
     lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
-    policy = Policy(lm)
+    policy = Policy(lm, attention.choose_kernel(kernel, compute_dtype), sequence)
     mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     precision = MixedPrecisionPolicy() if compute_dtype == torch.float32 else mixed
     for layer in decoder_layers(lm):
+        if activation_checkpointing:
+            # Under FSDP's hooks, which sit around __call__, and without a wrapper that would rename weights.
+            # There is no dropout, so no random state to restore.
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     return policy

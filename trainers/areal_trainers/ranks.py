@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal_agent.errors import ConfigError
 from areal_trainers.platform import Platform
+from areal_trainers.ulysses import SequenceGroup
 
 STEP_TIMEOUT = timedelta(minutes=10)
 """Longest one rank may keep the others waiting in a collective; leasing sends signs of life instead."""
@@ -22,36 +24,54 @@ STEP_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` ranks, its device, and the mesh FSDP shards over."""
+    """This process among `size` ranks, its device, and the mesh FSDP shards over.
+
+    With sequence parallelism, groups of neighbouring ranks compute on the same micro-batches: `sequence` is
+    this rank's group, and there are `data_size` of them, this one the `data_rank`-th. `data` holds the
+    ranks at this rank's place in every group.
+    """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    sequence: SequenceGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+    @property
+    def data_size(self) -> int:
+        return self.size // (self.sequence.size if self.sequence else 1)
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.sequence.size if self.sequence else 1)
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks (float64 where the device has it)."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        """Element-wise sum over data ranks (float64 where the device has it): what ranks of one sequence
+        group all computed counts once."""
+        return self._reduce(values, dist.ReduceOp.SUM, self.data)
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(
+        self, values: list[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+    ) -> list[float]:
         if self.size == 1:
             return values
         wide = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
         tensor = torch.tensor(values, dtype=wide, device=self.device)
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor, op, group)
         return tensor.tolist()
 
     def sum_array(self, values: np.ndarray) -> np.ndarray:
-        """Element-wise sum of float64 arrays over ranks (float32 where the device has no float64)."""
-        return np.asarray(self._reduce(values.tolist(), dist.ReduceOp.SUM)) if self.size > 1 else values
+        """Element-wise sum of float64 arrays over data ranks (float32 where the device has no float64)."""
+        return np.asarray(self.sum(values.tolist())) if self.size > 1 else values
 
     def broadcast_bytes(self, blob: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -70,23 +90,39 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(platform: Platform) -> Iterator[Ranks]:
-    """Join the ranks torchrun started; in a plain process, be the only one (without opening a port)."""
+def join_ranks(platform: Platform, sequence_parallel: int = 1) -> Iterator[Ranks]:
+    """Join the ranks torchrun started; in a plain process, be the only one (without opening a port).
+
+    `sequence_parallel` neighbouring ranks share every packed row; raises ConfigError where it does not
+    divide the number of ranks.
+    """
     alone = "WORLD_SIZE" not in os.environ
     rank = 0 if alone else int(os.environ["RANK"])
     size = 1 if alone else int(os.environ["WORLD_SIZE"])
     device = platform.device(0 if alone else int(os.environ["LOCAL_RANK"]))
     if dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, _mesh(platform, dist.get_world_size()))
+        yield _ranks(platform, dist.get_rank(), dist.get_world_size(), device, sequence_parallel)
         return
     # A single rank needs no rendezvous, so it opens no port.
     store = HashStore() if size == 1 else None
     dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     try:
-        yield Ranks(rank, size, device, _mesh(platform, size))
+        yield _ranks(platform, rank, size, device, sequence_parallel)
     finally:
         dist.destroy_process_group()
 
 
-def _mesh(platform: Platform, size: int) -> DeviceMesh:
-    return init_device_mesh(platform.name, (size,), mesh_dim_names=("fsdp",))
+def _ranks(platform: Platform, rank: int, size: int, device: torch.device, sequence_parallel: int) -> Ranks:
+    mesh = init_device_mesh(platform.name, (size,), mesh_dim_names=("fsdp",))
+    if sequence_parallel == 1:
+        return Ranks(rank, size, device, mesh)
+    if size % sequence_parallel:
+        raise ConfigError(
+            f"trainer.sequence_parallel = {sequence_parallel} does not divide the {size} trainer ranks; "
+            "change it or trainer.ranks"
+        )
+    grid = init_device_mesh(
+        platform.name, (size // sequence_parallel, sequence_parallel), mesh_dim_names=("data", "sequence")
+    )
+    sequence = SequenceGroup(grid.get_group("sequence"), rank % sequence_parallel, sequence_parallel)
+    return Ranks(rank, size, device, mesh, sequence, grid.get_group("data"))

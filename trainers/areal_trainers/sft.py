@@ -90,7 +90,7 @@ def train_sft(
     device_family = get_platform(platform)
     with join_ranks(device_family) as ranks:
         lm = load_causal_lm(model_dir)
-        policy = shard(lm, ranks.mesh, getattr(torch, compute_dtype))
+        policy = shard(lm, ranks.mesh, getattr(torch, compute_dtype), kernel=device_family.attention)
         optimizer = Optimizer(
             policy.parameters(),
             learning_rate=learning_rate,
@@ -141,7 +141,7 @@ def _loss_and_gradient(policy: Policy, ranks: Ranks, items: list[Item], budget: 
     """Mean loss over all predicted tokens of the step; leaves its gradient in the parameters."""
     total = sum(i.predicted for i in items)
     loss_sum = 0.0
-    for indices in assign([len(i) for i in items], budget, ranks.size)[ranks.rank]:
+    for indices in assign([len(i) for i in items], budget, ranks.data_size)[ranks.data_rank]:
         logprobs, _ = policy(pack(items, indices, ranks.device))
         loss = -logprobs.sum()
         (loss * (ranks.size / total)).backward()

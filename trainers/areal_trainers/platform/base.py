@@ -17,7 +17,7 @@ class Platform(Protocol):
         backend: collective backend of the trainer's own ranks and of weight broadcasts.
         visible_devices_env: environment variable that restricts which devices a process sees.
         default_dtype: compute dtype that suits the hardware (master weights are float32 everywhere).
-        attention: implementation used inside one class of equal-length rows (see attention.py).
+        attention: a name of attention.KERNELS, taken where it can compute in the run's dtype.
     """
 
     name: str

@@ -15,7 +15,7 @@ class CudaPlatform:
     backend = "nccl"
     visible_devices_env: str | None = "CUDA_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
-    attention = "sdpa"
+    attention = "flash"
 
     def available(self) -> bool:
         return torch.cuda.is_available()

@@ -20,7 +20,7 @@ class NpuPlatform:
     backend = "hccl"
     visible_devices_env: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
-    attention = "sdpa"
+    attention = "npu_fusion"
 
     @property
     def _npu(self) -> Any:
