@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,25 +21,35 @@ from areal_agent.checks import model_folder
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.machine import detect_platform, plan_engines
-from areal_gateway.fleet.engine import EngineLost
-from areal_gateway.fleet.member import Member
+from areal_gateway.fleet.continuation import merge_spans, not_continuable, remaining, shifted
+from areal_gateway.fleet.member import Member, Running
 from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
     EngineArgs,
     LaunchSpec,
     engine_args,
 )
-from areal_gateway.fleet.types import Chunk, EngineSampling, EngineState, FleetUnavailable, Span
+from areal_gateway.fleet.protocol import EngineLost
+from areal_gateway.fleet.routing import Router
+from areal_gateway.fleet.types import (
+    INTERRUPTED,
+    Chunk,
+    EngineSampling,
+    EngineState,
+    FleetUnavailable,
+    Span,
+    UnknownEngine,
+)
 from areal_gateway.fleet.weights import WeightTransaction
 
-SESSIONS_REMEMBERED = 65536
-"""Sessions whose engine is remembered; the least recently used is forgotten first."""
+DRAINED = "takes no new calls"
+
+PREFILLED_AGAIN = ("kept", "resubmitted", "moved")
+"""Why a prompt and what was sampled after it are computed a second time: its cache was dropped by an update
+that it lived through, it was aborted for an update, or its engine was lost."""
 
 CONTINUATIONS = 5
 """Engines one call may lose before it fails."""
-
-NOT_CONTINUABLE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
-"""Sampling settings that look at the reply so far, which after a continuation is part of the prompt."""
 
 
 class Fleet:
@@ -69,11 +80,14 @@ class Fleet:
         self.weights = WeightTransaction(self, config.weights)
         self._command = command
         self._platform = "cpu"
-        self._affinity: OrderedDict[str, Member] = OrderedDict()
+        self._router = Router(config.fleet.max_num_seqs)
+        self._attached = itertools.count()
         self._held = False
         self._stopped = False
         self._change = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self.reprefilled: Counter[str] = Counter(dict.fromkeys(PREFILLED_AGAIN, 0))
+        """Tokens that engines had to compute a second time, by cause; see PREFILLED_AGAIN."""
 
     # life
 
@@ -90,8 +104,8 @@ class Fleet:
         if count:
             model_folder(self.config.model)
         self._emit("fleet", engines=count + len(f.attach), reason=why)
-        self.members = [Member(f"engine-{i}") for i in range(count)]
-        self.members += [Member(f"attached-{i}", url=url, model=None) for i, url in enumerate(f.attach)]
+        self.members = [Member(f"engine-{i}", index=i, driver=f.driver) for i in range(count)]
+        self.members += [self._newcomer(url) for url in f.attach]
         starts = [asyncio.ensure_future(self._bring_up(m)) for m in self.members]
         try:
             await asyncio.gather(*starts)
@@ -109,20 +123,20 @@ class Fleet:
         self.version = versions.pop() or 0
         for member in self.members:
             self._set_state(member, EngineState.SERVING)
-            self._tasks.append(asyncio.create_task(self._supervised(member), name=f"supervise {member.id}"))
+            self._watch_over(member)
 
     async def stop(self) -> None:
         """End every engine that is ours; attached ones are let go, resumed. Idempotent."""
         self._stopped = True
         await self.weights.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = list(self._tasks.values())
         self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         results = await asyncio.gather(*(m.end() for m in self.members), return_exceptions=True)
         for member in self.members:
             self._set_state(member, EngineState.GONE, "the fleet stopped")
-            await member.client.close()
         for result in results:
             if isinstance(result, BaseException):
                 raise EngineError(f"an engine did not end: {result}") from result
@@ -138,13 +152,12 @@ class Fleet:
         spec = LaunchSpec(
             model=self.config.model,
             port=0,
-            index=self.members.index(member),
+            index=member.index,
             engines=sum(not m.attached for m in self.members),
             platform=self._platform,
             trainer_ranks=self.config.trainer.ranks,
             fleet=f,
-            seed=(self.config.rollout.seed * 1009 + self.members.index(member) * 101 + member.restarts)
-            % 2**31,
+            seed=(self.config.rollout.seed * 1009 + member.index * 101 + member.starts) % 2**31,
         )
         log = self.run_dir / "logs" / f"{member.id}.log"
         await member.launch(spec, self._command, log, f.start_timeout_s)
@@ -161,6 +174,7 @@ class Fleet:
         f = self.config.fleet
         while not self._stopped:
             reason = await member.watch(f.probe_s, self._notify)
+            member.forgive()
             await self._take_out(member, EngineState.GONE, reason)
             while not member.ready:
                 if member.restarts >= f.max_restarts:
@@ -177,12 +191,85 @@ class Fleet:
                 except ArealError as e:
                     await self._take_out(member, EngineState.GONE, str(e))
             member.suspect.clear()
-            if member.version == self.version and not self.weights.running:
-                self._set_state(member, EngineState.SERVING)
-            else:
-                self._set_state(
-                    member, EngineState.STARTING, f"waits for the weights of version {self.version}"
-                )
+            self._admit(member)
+
+    def _admit(self, member: Member) -> None:
+        """An engine that came up serves if it holds the current weights, else waits for them."""
+        if member.drained:
+            self._set_state(member, EngineState.DRAINING, DRAINED)
+        elif member.version == self.version and not self.weights.running:
+            self._set_state(member, EngineState.SERVING)
+        else:
+            self._set_state(member, EngineState.STARTING, f"waits for the weights of version {self.version}")
+
+    def _watch_over(self, member: Member) -> None:
+        self._tasks[member] = asyncio.create_task(self._supervised(member), name=f"supervise {member.id}")
+
+    # joining and leaving at run time
+
+    def _newcomer(self, url: str) -> Member:
+        return Member(f"attached-{next(self._attached)}", url=url, driver=self.config.fleet.driver)
+
+    async def join(self, url: str) -> dict[str, Any]:
+        """Attach an engine that somebody runs, or take one that was drained back; its status.
+
+        It serves once it holds the fleet's weights. At version 0 those are the model folder's, which it was
+        started with. Later it waits for a push, whatever version its label names: the label may be of another
+        run. The trainer, which looks for waiting engines while it waits for a batch, pushes the current
+        version to those alone; otherwise the next update reaches it.
+
+        Raises EngineError: it does not answer, or cannot be driven.
+        """
+        url = url.rstrip("/")
+        known = next((m for m in self.members if m.url == url), None)
+        if known is not None:
+            known.drained = False
+            if known.ready and known.state is EngineState.DRAINING:
+                self._admit(known)
+            return known.status()
+        member = self._newcomer(url)
+        self.members.append(member)
+        self._set_state(member, EngineState.STARTING, "joins")
+        try:
+            await self._bring_up(member)
+        except BaseException as e:
+            self.members.remove(member)
+            self._set_state(member, EngineState.GONE, f"did not join: {e}")
+            await member.end()
+            raise
+        if self.version:
+            member.version = None
+        self._admit(member)
+        self._watch_over(member)
+        return member.status()
+
+    async def drain(self, id: str) -> dict[str, Any]:
+        """Give an engine no new call; those that it has go on to their end. It takes part in updates as before.
+
+        Raises UnknownEngine.
+        """
+        member = self._named(id)
+        member.drained = True
+        if member.state is EngineState.SERVING:
+            self._set_state(member, EngineState.DRAINING, DRAINED)
+        return member.status()
+
+    async def leave(self, id: str) -> dict[str, Any]:
+        """Take an engine out for good: ours is ended, an attached one let go. Calls that it has go on elsewhere;
+        drain it first to let them end where they are. Raises UnknownEngine."""
+        member = self._named(id)
+        self.members.remove(member)
+        if (task := self._tasks.pop(member, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._take_out(member, EngineState.GONE, "it left the fleet")
+        return member.status()
+
+    def _named(self, id: str) -> Member:
+        for member in self.members:
+            if id in (member.id, member.url):
+                return member
+        raise UnknownEngine(f"no engine is called {id}; there are {', '.join(m.id for m in self.members)}")
 
     async def _take_out(self, member: Member, state: EngineState, reason: str) -> None:
         member.ready = False
@@ -208,7 +295,18 @@ class Fleet:
         """Let every ready engine that holds and stamps the fleet's version serve."""
         for member in self.members:
             if member.ready and member.version == self.version:
-                self._set_state(member, EngineState.SERVING)
+                state = EngineState.DRAINING if member.drained else EngineState.SERVING
+                self._set_state(member, state, DRAINED if member.drained else "")
+
+    def count_kept(self, members: list[Member]) -> None:
+        """These go on under new weights: what they have of their replies is computed again."""
+        for member in members:
+            if member.client.kind == "spans":
+                tokens = sum(r.prompt + len(r.tokens) for r in member.in_flight if r.tokens)
+                self._count_prefill("kept", tokens)
+
+    def _count_prefill(self, cause: str, tokens: int) -> None:
+        self.reprefilled[cause] += tokens
 
     def hold(self) -> None:
         """Admit no call until `release`."""
@@ -252,41 +350,52 @@ class Fleet:
         deadline = time.monotonic() + self.config.fleet.call_timeout_s + self.config.gateway.hold_timeout_s
         tokens: list[int] = []
         spans: list[Span] = []
-        for attempt in range(CONTINUATIONS + 1):
+        losses = 0
+        while not tokens or len(tokens) < sampling.max_tokens:
             member = await self._acquire(session_id)
-            before, done = member.version, len(tokens)
+            done = len(tokens)
             if on_engine is not None:
                 on_engine(member.id)
-            part = sampling if not done else _remaining(sampling, done)
-            timeout_s = min(self.config.fleet.call_timeout_s, deadline - time.monotonic())
+            part = sampling if not done else remaining(sampling, done)
+            finish: str | None = None
+            timeout_s = max(0.0, min(self.config.fleet.call_timeout_s, deadline - time.monotonic()))
+            running = Running(len(prompt_ids), tokens)
+            member.in_flight.add(running)
             try:
                 async with aclosing(member.client.generate(prompt_ids + tokens, part, timeout_s)) as stream:
                     async for chunk in stream:
                         tokens += chunk.token_ids
+                        finish = chunk.finish_reason
                         if chunk.spans is not None:
-                            shifted = [(a + done, b + done, v) for a, b, v in chunk.spans]
-                            chunk = replace(chunk, spans=merge_spans(spans, shifted))
-                        yield chunk
-                return
+                            spans = merge_spans(spans, shifted(chunk.spans, done))
+                        if finish != INTERRUPTED:
+                            yield chunk if chunk.spans is None else replace(chunk, spans=spans)
+                        elif chunk.token_ids:
+                            yield replace(chunk, finish_reason=None, spans=None)
+                if finish != INTERRUPTED:
+                    return
+                cause = "resubmitted"
             except EngineLost as e:
+                cause = "moved"
+                losses += 1
                 member.suspect.set()
-                self._affinity.pop(session_id, None)
-                if attempt == CONTINUATIONS or time.monotonic() >= deadline:
+                self._router.forget(session_id)
+                if losses > CONTINUATIONS or time.monotonic() >= deadline:
                     raise
                 if len(tokens) > done:
-                    # The engine's own stamps were to come with the last chunk. They are known without it
-                    # only when it had one version from before the request to the cut.
-                    if before is None or member.version != before:
+                    if e.spans is None:
                         raise EngineError(
-                            f"{member.id} was lost during a reply that lived through an update "
-                            f"(version {before} to {member.version}); its tokens' versions are unknown"
+                            f"{member.id} was lost during a reply that lived through an update, and does not "
+                            f"count what it sampled; the versions of {len(tokens) - done} tokens are unknown"
                         ) from e
-                    spans = merge_spans(spans, [(done, len(tokens), before)])
-                if tokens and (why := _not_continuable(sampling)):
-                    raise EngineError(f"{member.id} was lost after {len(tokens)} tokens; {why}") from e
+                    spans = merge_spans(spans, shifted(e.spans, done))
                 self._emit("call_moved", session_id=session_id, engine=member.id, tokens=len(tokens))
             finally:
-                member.calls -= 1
+                member.in_flight.discard(running)
+            if tokens and (why := not_continuable(sampling)):
+                raise EngineError(f"{member.id} ended a reply after {len(tokens)} tokens ({cause}); {why}")
+            self._count_prefill(cause, len(prompt_ids) + len(tokens) if tokens else 0)
+        yield Chunk([], [], "length", spans)
 
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
         """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
@@ -297,14 +406,13 @@ class Fleet:
         return await probe(self._serving(), prompts, sampling, left_out)
 
     async def _acquire(self, session_id: str) -> Member:
-        """Wait for an engine that serves, and count the call to it."""
+        """Wait for an engine that serves. Between its choice and the request nothing else runs."""
         timeout_s = self.config.gateway.hold_timeout_s
         if not await self._until(lambda: not self._held and self._routable(), timeout_s):
-            why = self.error or "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
+            states = "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
+            why = self.error or states or "the fleet has no engine; `areal-agent fleet join` adds one"
             raise FleetUnavailable(f"no engine served within {timeout_s:g} s: {why}")
-        member = self._route(session_id)
-        member.calls += 1
-        return member
+        return self._router.pick(session_id, self._routable())
 
     def _serving(self) -> list[Member]:
         return [m for m in self.members if m.state is EngineState.SERVING]
@@ -312,22 +420,6 @@ class Fleet:
     def _routable(self) -> list[Member]:
         """Serving engines to which no connection has failed since they last answered a probe."""
         return [m for m in self._serving() if not m.suspect.is_set()]
-
-    def _route(self, session_id: str) -> Member:
-        """The session's own engine, for its prefix cache, unless that one is full and another is not."""
-        routable = self._routable()
-        member = self._affinity.get(session_id)
-        full = self.config.fleet.max_num_seqs
-        if member in routable and (member.calls < full or all(m.calls >= full for m in routable)):
-            self._affinity.move_to_end(session_id)
-            return member
-        member = min(routable, key=lambda m: (m.calls, m.assigned))
-        member.assigned += 1
-        self._affinity[session_id] = member
-        self._affinity.move_to_end(session_id)
-        if len(self._affinity) > SESSIONS_REMEMBERED:
-            self._affinity.popitem(last=False)
-        return member
 
     # what there is to see
 
@@ -343,9 +435,9 @@ class Fleet:
         return "held(error)" if self.error else "starting"
 
     def status(self) -> dict[str, Any]:
-        """{version, state, error, needs_weights, engines: [{id, url, state, version, running, pid, ...}]}.
+        """{version, state, error, needs_weights, reprefilled, engines: [{id, url, state, version, running, ...}]}.
 
-        `needs_weights`: no engine serves and one waits for the current weights: somebody has to push them.
+        `needs_weights`: an engine waits for the current weights: somebody has to push them.
         """
         engines = [m.status() for m in self.members]
         waits = any(e["waits_for_weights"] for e in engines)
@@ -353,7 +445,8 @@ class Fleet:
             "version": self.version,
             "state": self.state,
             "error": self.error,
-            "needs_weights": waits and not self._serving() and not self.weights.running,
+            "needs_weights": waits and not self.weights.running,
+            "reprefilled": dict(self.reprefilled),
             "engines": engines,
         }
 
@@ -387,34 +480,3 @@ class Fleet:
                 while not true():
                     await self._change.wait()
         return bool(true())
-
-
-def merge_spans(a: list[Span], b: list[Span]) -> list[Span]:
-    """Spans of a reply's parts, one after the other; neighbours of one version become one."""
-    out = list(a)
-    for start, end, version in b:
-        if out and out[-1][2] == version and out[-1][1] == start:
-            out[-1] = (out[-1][0], end, version)
-        else:
-            out.append((start, end, version))
-    return out
-
-
-def _not_continuable(sampling: EngineSampling) -> str:
-    if sampling.stop:
-        return "a stop string may straddle the cut, so the reply cannot be continued exactly"
-    if used := [name for name in NOT_CONTINUABLE if sampling.extra.get(name)]:
-        return f"{', '.join(used)} look at the reply so far, so it cannot be continued exactly"
-    return ""
-
-
-def _remaining(sampling: EngineSampling, done: int) -> EngineSampling:
-    """Sampling of the rest of a reply: smaller budgets, and a seed of its own.
-
-    The same seed would draw for token `done` what it drew for token 0.
-    """
-    extra = dict(sampling.extra)
-    if "min_tokens" in extra:
-        extra["min_tokens"] = max(0, extra["min_tokens"] - done)
-    seed = None if sampling.seed is None else (sampling.seed + 0x9E3779B1 * done) % 2**31
-    return replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed, extra=extra)
