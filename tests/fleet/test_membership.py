@@ -11,7 +11,7 @@ from fakes.engine import FakeEngine
 from fleet_kit import fake_fleet, run_config
 from test_interruption import Call, update
 
-from areal_agent.errors import EngineError
+from areal_agent.errors import EngineError, WeightUpdateError
 from areal_gateway.fleet import UnknownEngine
 
 
@@ -45,6 +45,22 @@ async def test_a_newcomer_catches_up_before_its_first_token_and_disturbs_nobody(
         assert not h.fleet.status()["needs_weights"]
         assert (await update(h, 2))["engines"] == 2
         await running.assert_exact([1, 2])
+
+
+async def test_a_newcomer_that_cannot_load_is_taken_out_and_the_others_serve_on(tmp_path: Path) -> None:
+    config = run_config(fleet={"max_restarts": 0})
+    async with fake_fleet(tmp_path, 1, config=config) as h, FakeEngine() as fresh:
+        await update(h, 1)
+        await h.fleet.join(fresh.url)
+        fresh.faults.rpc = {"areal_load": "error"}
+        with pytest.raises(
+            WeightUpdateError, match="no engine that lacked version 1 took it: attached-1"
+        ) as e:
+            await update(h, 1)
+        assert e.value.retry
+        await h.until(lambda: h.states() == ["serving", "gone"])
+        assert h.fleet.status()["error"] is None
+        await Call(h, 20).assert_exact([1])
 
 
 async def test_a_newcomer_may_also_wait_for_the_next_update(tmp_path: Path) -> None:

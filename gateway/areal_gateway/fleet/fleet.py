@@ -414,6 +414,11 @@ class Fleet:
             raise FleetUnavailable(f"no engine served within {timeout_s:g} s: {why}")
         return self._router.pick(session_id, self._routable())
 
+    @property
+    def serves(self) -> bool:
+        """Whether some engine serves."""
+        return bool(self._serving())
+
     def _serving(self) -> list[Member]:
         return [m for m in self.members if m.state is EngineState.SERVING]
 

@@ -350,6 +350,9 @@ class WeightTransaction:
         fleet.count_kept(alive)
         await step("resume", lambda m: m.client.resume(limit))
         pause_s = time.monotonic() - paused_at
+        if not alive and update.catch_up and fleet.serves:
+            why = _list({m: m.reason for m in update.members})
+            raise WeightUpdateError(f"no engine that lacked version {version} took it: {why}", retry=True)
         if not alive:
             fleet.error = f"held(error): no engine survived the update to version {version}: " + _list(
                 {m: m.reason for m in update.members}
