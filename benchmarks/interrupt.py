@@ -177,7 +177,7 @@ async def run(
             latencies.append(time.perf_counter() - start)
         await sleep_until(began + regime.updates * interval, calls)
         seconds = time.perf_counter() - began
-        again = sum(fleet.reprefilled.values())
+        again = sum(fleet.calls.prefilled_again.values())
         return {
             "tokens/s": (loop.tokens - tokens) / seconds,
             "update latency s": statistics.fmean(latencies),

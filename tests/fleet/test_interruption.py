@@ -85,8 +85,8 @@ async def test_a_reply_that_lived_through_updates_goes_on_exactly_when_its_engin
         for call in calls:
             await call.assert_exact([0, 1, 2])
         assert sorted(len(c.engines) for c in calls) == [1, 1, 1, 2, 2, 2]
-        assert h.fleet.reprefilled["moved"] > 3 * 20
-        assert h.fleet.reprefilled["kept"] > 2 * 6 * 20
+        assert h.fleet.calls.prefilled_again["moved"] > 3 * 20
+        assert h.fleet.calls.prefilled_again["kept"] > 2 * 6 * 20
 
 
 async def test_versions_that_cannot_be_known_fail_the_call_rather_than_be_guessed(
@@ -142,8 +142,8 @@ async def test_replies_outlive_updates_of_engines_without_spans(tmp_path: Path, 
         for call in calls:
             await call.assert_exact([0, 1, 2, 3])
             assert len(set(call.engines)) == 1, "a session stays with its engine"
-        assert h.fleet.reprefilled["resubmitted"] > 6 * (30 + 60 + 90)
-        assert h.fleet.reprefilled["kept"] == 0
+        assert h.fleet.calls.prefilled_again["resubmitted"] > 6 * (30 + 60 + 90)
+        assert h.fleet.calls.prefilled_again["kept"] == 0
 
 
 async def test_a_spans_engine_may_be_driven_as_an_older_one(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ async def test_every_call_completes_while_engines_are_killed(
     both = [r for r in moved if len(r[2]) > 1]
     print(
         f"{seconds} s: {kills} kills, {len(replies)} calls complete, {len(moved)} moved, {len(both)} of those of "
-        f"several versions, {fleet.version} updates, prefilled again {dict(fleet.reprefilled)}"
+        f"several versions, {fleet.version} updates, prefilled again {dict(fleet.calls.prefilled_again)}"
     )
     assert kills >= 3
     assert moved

@@ -1,7 +1,7 @@
-"""The fleet: which engines there are, which of them takes a call, and what becomes of a call they lose.
+"""The fleet: which engines there are, how they come and go, and which of them may take a call.
 
-Invariant: a call is given only to an engine that serves the fleet's version; a reply continued on another
-engine consists of exactly the tokens that were sampled, each under the version that its engine had.
+Invariant: an engine serves only while it holds the fleet's version and stamps it; whatever else it is, its
+state says so, and why. What becomes of a call is in runner.py, which weights the engines hold in weights.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +19,23 @@ from areal_agent.checks import model_folder
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.machine import detect_platform, plan_engines
-from areal_gateway.fleet.continuation import merge_spans, not_continuable, remaining, shifted
-from areal_gateway.fleet.member import Member, Running
+from areal_gateway.fleet.member import Member
 from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
     EngineArgs,
     LaunchSpec,
     engine_args,
 )
-from areal_gateway.fleet.protocol import EngineLost
-from areal_gateway.fleet.routing import Router
+from areal_gateway.fleet.runner import CallRunner
 from areal_gateway.fleet.types import (
-    INTERRUPTED,
     Chunk,
     EngineSampling,
     EngineState,
-    FleetUnavailable,
-    Span,
     UnknownEngine,
 )
 from areal_gateway.fleet.weights import WeightTransaction
 
 DRAINED = "takes no new calls"
-
-PREFILLED_AGAIN = ("kept", "resubmitted", "moved")
-"""Why a prompt and what was sampled after it are computed a second time: its cache was dropped by an update
-that it lived through, it was aborted for an update, or its engine was lost."""
-
-CONTINUATIONS = 5
-"""Engines one call may lose before it fails."""
 
 
 class Fleet:
@@ -80,14 +66,12 @@ class Fleet:
         self.weights = WeightTransaction(self, config.weights)
         self._command = command
         self._platform = "cpu"
-        self._router = Router(config.fleet.max_num_seqs)
+        self.calls = CallRunner(self, config)
         self._attached = itertools.count()
         self._held = False
         self._stopped = False
         self._change = asyncio.Event()
         self._tasks: dict[Member, asyncio.Task[None]] = {}
-        self.reprefilled: Counter[str] = Counter(dict.fromkeys(PREFILLED_AGAIN, 0))
-        """Tokens that engines had to compute a second time, by cause; see PREFILLED_AGAIN."""
 
     # life
 
@@ -298,16 +282,6 @@ class Fleet:
                 state = EngineState.DRAINING if member.drained else EngineState.SERVING
                 self._set_state(member, state, DRAINED if member.drained else "")
 
-    def count_kept(self, members: list[Member]) -> None:
-        """These go on under new weights: what they have of their replies is computed again."""
-        for member in members:
-            if member.client.kind == "spans":
-                tokens = sum(r.prompt + len(r.tokens) for r in member.in_flight if r.tokens)
-                self._count_prefill("kept", tokens)
-
-    def _count_prefill(self, cause: str, tokens: int) -> None:
-        self.reprefilled[cause] += tokens
-
     def hold(self) -> None:
         """Admit no call until `release`."""
         self._held = True
@@ -347,55 +321,10 @@ class Fleet:
             FleetUnavailable: no engine served within gateway.hold_timeout_s.
             EngineError: the engine refused the request, or the reply cannot be completed exactly.
         """
-        deadline = time.monotonic() + self.config.fleet.call_timeout_s + self.config.gateway.hold_timeout_s
-        tokens: list[int] = []
-        spans: list[Span] = []
-        losses = 0
-        while not tokens or len(tokens) < sampling.max_tokens:
-            member = await self._acquire(session_id)
-            done = len(tokens)
-            if on_engine is not None:
-                on_engine(member.id)
-            part = sampling if not done else remaining(sampling, done)
-            finish: str | None = None
-            timeout_s = max(0.0, min(self.config.fleet.call_timeout_s, deadline - time.monotonic()))
-            running = Running(len(prompt_ids), tokens)
-            member.in_flight.add(running)
-            try:
-                async with aclosing(member.client.generate(prompt_ids + tokens, part, timeout_s)) as stream:
-                    async for chunk in stream:
-                        tokens += chunk.token_ids
-                        finish = chunk.finish_reason
-                        if chunk.spans is not None:
-                            spans = merge_spans(spans, shifted(chunk.spans, done))
-                        if finish != INTERRUPTED:
-                            yield chunk if chunk.spans is None else replace(chunk, spans=spans)
-                        elif chunk.token_ids:
-                            yield replace(chunk, finish_reason=None, spans=None)
-                if finish != INTERRUPTED:
-                    return
-                cause = "resubmitted"
-            except EngineLost as e:
-                cause = "moved"
-                losses += 1
-                member.suspect.set()
-                self._router.forget(session_id)
-                if losses > CONTINUATIONS or time.monotonic() >= deadline:
-                    raise
-                if len(tokens) > done:
-                    if e.spans is None:
-                        raise EngineError(
-                            f"{member.id} was lost during a reply that lived through an update, and does not "
-                            f"count what it sampled; the versions of {len(tokens) - done} tokens are unknown"
-                        ) from e
-                    spans = merge_spans(spans, shifted(e.spans, done))
-                self._emit("call_moved", session_id=session_id, engine=member.id, tokens=len(tokens))
-            finally:
-                member.in_flight.discard(running)
-            if tokens and (why := not_continuable(sampling)):
-                raise EngineError(f"{member.id} ended a reply after {len(tokens)} tokens ({cause}); {why}")
-            self._count_prefill(cause, len(prompt_ids) + len(tokens) if tokens else 0)
-        yield Chunk([], [], "length", spans)
+        calls = self.calls.run(session_id, prompt_ids, sampling, on_engine)
+        async with aclosing(calls):
+            async for chunk in calls:
+                yield chunk
 
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
         """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
@@ -405,14 +334,14 @@ class Fleet:
 
         return await probe(self._serving(), prompts, sampling, left_out)
 
-    async def _acquire(self, session_id: str) -> Member:
-        """Wait for an engine that serves. Between its choice and the request nothing else runs."""
-        timeout_s = self.config.gateway.hold_timeout_s
-        if not await self._until(lambda: not self._held and self._routable(), timeout_s):
-            states = "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
-            why = self.error or states or "the fleet has no engine; `areal-agent fleet join` adds one"
-            raise FleetUnavailable(f"no engine served within {timeout_s:g} s: {why}")
-        return self._router.pick(session_id, self._routable())
+    async def wait_routable(self, timeout_s: float) -> bool:
+        """Until a call may be given to an engine; False when time ran out."""
+        return await self._until(lambda: not self._held and self.routable(), timeout_s)
+
+    def why_not(self) -> str:
+        """Why no call can be given to any engine."""
+        states = "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
+        return self.error or states or "the fleet has no engine; `areal-agent fleet join` adds one"
 
     @property
     def serves(self) -> bool:
@@ -422,7 +351,7 @@ class Fleet:
     def _serving(self) -> list[Member]:
         return [m for m in self.members if m.state is EngineState.SERVING]
 
-    def _routable(self) -> list[Member]:
+    def routable(self) -> list[Member]:
         """Serving engines to which no connection has failed since they last answered a probe."""
         return [m for m in self._serving() if not m.suspect.is_set()]
 
@@ -451,7 +380,7 @@ class Fleet:
             "state": self.state,
             "error": self.error,
             "needs_weights": waits and not self.weights.running,
-            "reprefilled": dict(self.reprefilled),
+            "reprefilled": dict(self.calls.prefilled_again),
             "engines": engines,
         }
 
@@ -469,6 +398,10 @@ class Fleet:
 
     def _emit(self, type: str, **fields: Any) -> None:
         self.on_event({"type": type, **fields})
+
+    def emit_moved(self, session_id: str, member: Member, tokens: int) -> None:
+        """A call with `tokens` of its reply left an engine that was lost."""
+        self._emit("call_moved", session_id=session_id, engine=member.id, tokens=tokens)
 
     def emit_weights(self, **fields: Any) -> None:
         """An event of the weight transaction."""

@@ -347,7 +347,7 @@ class WeightTransaction:
         load_s = max((w["load_s"] for workers in loads for w in workers), default=0.0)
         self._set_phase("verifying", update)
         await step("label", label)
-        fleet.count_kept(alive)
+        fleet.calls.count_kept(alive)
         await step("resume", lambda m: m.client.resume(limit))
         pause_s = time.monotonic() - paused_at
         if not alive and update.catch_up and fleet.serves:
