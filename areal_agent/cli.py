@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from areal_agent import fleet
 from areal_agent.errors import ArealError, ConfigError
 
 app = typer.Typer(
@@ -176,6 +177,9 @@ def gateway(
     threading.Thread(target=_announce, args=(folder,), daemon=True).start()
     # By name: the SDK must not depend on the gateway, which an agent's own environment does not have.
     importlib.import_module("areal_gateway.server").serve(folder.path)
+
+
+app.add_typer(fleet.commands, name="fleet")
 
 
 @app.command()

@@ -123,6 +123,10 @@ class FleetConfig(Section):
         default="auto", description="engines to start; auto: two where memory allows"
     )
     attach: list[str] = Field(default_factory=list, description="URLs of engines somebody else runs")
+    driver: Literal["auto", "spans", "resubmit"] = Field(
+        default="auto",
+        description="how replies outlive an update: spans in vLLM from 0.32 on, resubmit before; auto: as the server can",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="engine compute dtype"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from fakes.engine import FakeEngine, Reply
+from fakes.engine import FakeEngine
+from fakes.policy import Reply
 
 
 async def serve(port: int, tokens: int) -> None:

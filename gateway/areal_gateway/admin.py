@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,7 +24,7 @@ from areal_agent.wire import MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
 from areal_gateway.fields import bad, choice, integer, labels, mapping, number, reward_value, text
-from areal_gateway.fleet.types import EngineSampling
+from areal_gateway.fleet.types import EngineSampling, UnknownEngine
 from areal_gateway.http import Handler, admin_error, answer, guarded, read_json, route_of
 from areal_gateway.records import CallRecord, Outcome, Sampling, SessionHistory
 from areal_gateway.sessions import REWARD, summary
@@ -56,6 +57,9 @@ def routes(app: web.Application) -> None:
     admin("POST", "/admin/metrics", trainer_metrics)
     admin("GET", "/admin/status", status)
     admin("GET", "/admin/fleet", fleet)
+    admin("POST", "/admin/fleet/join", join_fleet)
+    admin("POST", "/admin/fleet/drain", drain_engine)
+    admin("POST", "/admin/fleet/leave", leave_fleet)
     admin("GET", "/admin/events", events)
     admin("POST", "/admin/weights/begin", begin_weights)
     admin("POST", "/admin/weights/commit", commit_weights)
@@ -361,6 +365,33 @@ async def status(gateway: Gateway, request: web.Request) -> web.Response:
 
 async def fleet(gateway: Gateway, request: web.Request) -> web.Response:
     return answer({"version": gateway.fleet.version, "state": gateway.fleet.state, **gateway.fleet.status()})
+
+
+async def join_fleet(gateway: Gateway, request: web.Request) -> web.Response:
+    """{url} -> the engine's status, once it has come up"""
+    url = text(mapping(await read_json(request)), "url")
+    if not url.startswith(("http://", "https://")):
+        raise bad(f"url must be an engine's address, such as http://HOST:PORT; it is {url!r}")
+    return await _membership(gateway.fleet.join(url))
+
+
+async def drain_engine(gateway: Gateway, request: web.Request) -> web.Response:
+    """{engine} -> its status; `running` says how many calls it still has"""
+    return await _membership(gateway.fleet.drain(text(mapping(await read_json(request)), "engine")))
+
+
+async def leave_fleet(gateway: Gateway, request: web.Request) -> web.Response:
+    """{engine} -> its last status"""
+    return await _membership(gateway.fleet.leave(text(mapping(await read_json(request)), "engine")))
+
+
+async def _membership(change: Awaitable[dict[str, Any]]) -> web.Response:
+    try:
+        return answer(await change)
+    except UnknownEngine as e:
+        raise GatewayError(str(e), status=404, code="unknown_engine") from e
+    except EngineError as e:
+        raise GatewayError(str(e), status=502, code="engine_error") from e
 
 
 async def events(gateway: Gateway, request: web.Request) -> web.StreamResponse:

@@ -22,7 +22,7 @@ from uuid import uuid4
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
 from areal_gateway.exchange import CallRequest, Exchange, Said
-from areal_gateway.fleet.types import Chunk, EngineSampling
+from areal_gateway.fleet.types import Chunk, EngineSampling, FleetUnavailable
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
 from areal_gateway.prepare import Prepared, place, prepare, seed_of
@@ -209,6 +209,9 @@ class Calls:
         except TimeoutError:
             reason = f"no whole reply within {self._timeout_s:g} s"
             error = GatewayError(f"{reason}; raise fleet.call_timeout_s", status=504, code="call_timeout")
+        except FleetUnavailable as e:
+            state, reason = CallState.FAILED, str(e)
+            error = GatewayError(f"no engine could serve this call: {e}", status=503, code="no_engine")
         except EngineError as e:
             state, reason = CallState.FAILED, str(e)
             error = GatewayError(f"no engine could serve this call: {e}", status=503, code="engine_error")

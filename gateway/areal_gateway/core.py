@@ -19,7 +19,7 @@ from areal_gateway.fleet.probe import ProbeReply
 from areal_gateway.fleet.types import EngineSampling
 from areal_gateway.leases import Leases
 from areal_gateway.ledger import Ledger
-from areal_gateway.metrics import Metrics
+from areal_gateway.metrics import FleetCollector, Metrics
 from areal_gateway.sessions import Sessions
 from areal_gateway.tokens import Tokens
 
@@ -51,6 +51,9 @@ class GatewayFleet(Fleet, Protocol):
     def weights(self) -> Weights: ...
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]: ...
     def status(self) -> dict[str, Any]: ...
+    async def join(self, url: str) -> dict[str, Any]: ...
+    async def drain(self, id: str) -> dict[str, Any]: ...
+    async def leave(self, id: str) -> dict[str, Any]: ...
 
 
 class Gateway:
@@ -73,6 +76,7 @@ class Gateway:
         self.admin_key = admin_key
         self.events = events
         self.metrics = Metrics()
+        self.metrics.registry.register(FleetCollector(fleet.status))
         self.leases = Leases(ledger, events, self.metrics)
         self.sessions = Sessions(
             ledger,

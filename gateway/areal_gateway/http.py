@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 
+RETRY_AFTER_S = 10
+"""With a 503. The call has waited gateway.hold_timeout_s already; an engine takes some 30 s to start."""
+
 Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[GatewayError], bytes]
 
@@ -90,6 +93,9 @@ def guarded(
                 "the gateway failed on this request; its log says why", status=500, code="internal"
             )
         gateway.metrics.refused.labels(error.code or "error").inc()
-        return web.Response(body=error_body(error), status=error.status or 500, content_type=JSON)
+        response = web.Response(body=error_body(error), status=error.status or 500, content_type=JSON)
+        if response.status == 503:
+            response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return response
 
     return handle

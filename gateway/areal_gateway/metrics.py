@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 LAG_INTERVAL_S = 0.5
 """Between two measurements of the event loop's lag, the first thing to grow when a gateway is overloaded."""
@@ -54,3 +60,23 @@ class Metrics:
             due = time.perf_counter() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
             self.lag.set(max(0.0, time.perf_counter() - due))
+
+
+class FleetCollector(Collector):
+    """What the fleet counts itself, read when somebody looks."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        engines = GaugeMetricFamily("areal_engines", "Engines by state", labels=["state"])
+        for state, n in Counts(engine["state"] for engine in status["engines"]).items():
+            engines.add_metric([state], n)
+        yield engines
+        again = CounterMetricFamily(
+            "areal_reprefilled_tokens", "Tokens computed a second time, by why", labels=["cause"]
+        )
+        for cause, n in status.get("reprefilled", {}).items():
+            again.add_metric([cause], n)
+        yield again

@@ -191,6 +191,7 @@ class WeightReceiver:
         self.worker_rank, self.device = worker_rank, device
         self._member: _Membership | None = None
         self._staging: list[torch.Tensor] = []
+        self._loaded: int | None = None
 
     def join(
         self,
@@ -233,11 +234,15 @@ class WeightReceiver:
         return {}
 
     def status(self) -> dict[str, Any]:
+        """`version` is the one of the update under way; `loaded` the one that the model holds, None before the
+        first load and after one that failed."""
         m = self._member
         if m is None:
-            return {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
+            idle = {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
+            return idle | {"loaded": self._loaded}
         phase = m.phase
         return {
+            "loaded": self._loaded,
             "phase": phase,
             "epoch": m.epoch,
             "version": m.version,
@@ -251,12 +256,13 @@ class WeightReceiver:
         if m is None or m.phase != "received" or m.version != version or m.manifest is None:
             return {"error": f"version {version} is not staged here: {self.status()}"}
         begin = time.perf_counter()
+        self._loaded = None
         try:
             load(_unpack(m.manifest, m.staging, self.device))
         except Exception as e:  # the gateway takes this engine out; it must learn why
             m.phase, m.error = "failed", f"{type(e).__name__}: {e}"
             return {"error": m.error}
-        m.phase = "loaded"
+        m.phase, self._loaded = "loaded", version
         return {"version": version, "load_s": time.perf_counter() - begin}
 
     def abort(self, epoch: int | None = None) -> dict[str, Any]:
@@ -366,7 +372,7 @@ class AREALWorkerExtension:
         return self._areal_receiver().receive(**json.loads(arg))
 
     def areal_status(self, arg: str = "{}") -> dict[str, Any]:
-        """-> {phase, epoch, version, checksums, error}"""
+        """-> {phase, epoch, version, checksums, error, loaded}"""
         return self._areal_receiver().status()
 
     def areal_load(self, arg: str) -> dict[str, Any]:
@@ -377,6 +383,14 @@ class AREALWorkerExtension:
             reload_model(model, self.vllm_config, self.device, tensors)
 
         return self._areal_receiver().load(json.loads(arg)["version"], load)
+
+    def areal_progress(self, arg: str = "{}") -> dict[str, Any]:
+        """-> {sampled: {request id: tokens sampled of it}}; the engine must be paused. None where this model
+        runner keeps no such count."""
+        requests = getattr(self.model_runner, "requests", None)
+        if not isinstance(requests, dict):
+            return {"sampled": None}
+        return {"sampled": {id: len(state.output_token_ids) for id, state in requests.items()}}
 
     def areal_abort(self, arg: str) -> dict[str, Any]:
         """{epoch} -> {}"""

@@ -3,7 +3,8 @@
 Invariant: whatever the contract suite (tests/fleet/test_engine_contract.py) finds true of real vLLM is
 true of this one; the suite runs on both, so the fake cannot lie.
 
-    from fakes.engine import FakeEngine, Reply   # tests/ is on pytest's path
+    from fakes.engine import FakeEngine          # tests/ is on pytest's path
+    from fakes.policy import Reply
 
     async with FakeEngine() as engine:           # a loopback port of its own; `engine.url`
         engine.set_version(3)                    # as a committed update would: policy and label
@@ -11,13 +12,15 @@ true of this one; the suite runs on both, so the fake cannot lie.
         engine.script.append(Reply([1, 2, 3]))   # the next reply, instead of the policy's
         engine.kill()                            # cut every connection, accept no more
 
-Endpoints: /inference/v1/generate (streaming and not), /pause?mode=keep|abort|wait, /resume, /is_paused,
-/weight_info, /update_weight_version, /collective_rpc, /get_world_size, /health, /v1/models.
+Endpoints: /inference/v1/generate and /v1/completions with token ids (streaming and not),
+/pause?mode=keep|abort|wait, /resume, /is_paused, /weight_info, /update_weight_version, /collective_rpc,
+/get_world_size, /openapi.json, /health, /v1/models.
 
-Tokens. The next token is a pure function of (version of the loaded weights, all tokens before it, seed):
-see `policy`. Greedy requests (temperature 0) use no seed, so a prompt plus its own partial reply goes on
-exactly as the reply would have, as with a real model. A request without a seed at temperature > 0 draws
-its seed from the engine's own counter. Tests recompute expectations with `expected()`.
+`FakeEngine(older="generate")` is a server before vLLM 0.32: no version label and no spans. With
+older="completions" it has no token-in/token-out endpoint either.
+
+What it samples is in fakes/policy.py; a request without a seed at temperature > 0 draws its seed from the
+engine's own counter.
 
 Versions. `weights_version` is what is loaded (and decides the tokens), `label` is what
 /update_weight_version last said (and ends up in the spans). Only `set_version` and `areal_load` move the
@@ -38,113 +41,22 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
-VOCAB = 320
+if __name__ == "__main__":  # as a process, only this file's own folder is on the path
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-
-# --- the policy ------------------------------------------------------------------------------------------
-
-
-class Prefix:
-    """Hash of a token prefix, extended in O(1) per token."""
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-        for token in tokens:
-            self.push(token)
-
-    def push(self, token: int) -> None:
-        self._hash.update(token.to_bytes(4, "little"))
-
-    def draw(self, *salt: object) -> bytes:
-        h = self._hash.copy()
-        h.update(repr(salt).encode())
-        return h.digest()
-
-
-def policy(prefix: Prefix, version: int, seed: int | None, vocab: int = VOCAB) -> tuple[int, float]:
-    """(token, logprob) that follows `prefix`; seed None is greedy. logprob is in (-3.0, -0.05]."""
-    digest = prefix.draw(version, seed)
-    token = int.from_bytes(digest[:4], "little") % vocab
-    p = 0.05 + 0.9 * int.from_bytes(digest[4:8], "little") / 2**32
-    return token, math.log(p)
-
-
-def expected(
-    prompt: list[int], n: int, *, version: int = 0, seed: int | None = None, vocab: int = VOCAB
-) -> tuple[list[int], list[float]]:
-    """(tokens, logprobs) of an undisturbed reply of `n` tokens under one version."""
-    prefix, tokens, logprobs = Prefix(prompt), [], []
-    for _ in range(n):
-        token, logprob = policy(prefix, version, seed, vocab)
-        prefix.push(token)
-        tokens.append(token)
-        logprobs.append(logprob)
-    return tokens, logprobs
-
-
-def simulated_checksums(version: int, buckets: int) -> list[str]:
-    """What a simulated receiver computes; a test's trainer commits with the same."""
-    return [f"sim-{version}-{i}" for i in range(buckets)]
-
-
-# --- scripts and faults ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Reply:
-    """A scripted reply. `match(prompt_ids)` chooses the request (None: any); `times` None never runs out.
-
-    `logprobs` None gives each token the policy's own logprob; a list may hold None (a missing one).
-    """
-
-    tokens: list[int]
-    match: Callable[[list[int]], bool] | None = None
-    finish_reason: str = "stop"
-    logprobs: list[float | None] | None = None
-    times: int | None = 1
-
-    def __post_init__(self) -> None:
-        if not self.tokens:
-            raise ValueError("a reply has at least one token")
-
-
-@dataclass
-class Faults:
-    """Switches; all off at first. Counts are output tokens of one request.
-
-    `rpc` maps a worker method (areal_join, ...) and `http` a path (/pause, ...) to "error" (500),
-    "hang" (never answers), "die" (the engine dies) or, for /update_weight_version, "lie" (200, and
-    the label stays). `receive` makes a started receive end in "fail", never end ("hang"), or carry
-    a wrong checksum in its first bucket ("corrupt"). `times` bounds how often rpc/http faults fire.
-    """
-
-    step_s: float | None = None
-    drop_logprob_at: int | None = None
-    cut_after: int | None = None
-    die_after: int | None = None
-    error_after: int | None = None
-    abort_after: int | None = None
-    generate_status: int | None = None
-    rpc: dict[str, str] = field(default_factory=dict)
-    http: dict[str, str] = field(default_factory=dict)
-    receive: str | None = None
-    times: int | None = None
+from fakes.policy import VOCAB, Faults, Prefix, Reply, policy
+from fakes.receivers import GlooReceiver, SimulatedReceiver
 
 
 class _Cut(Exception):
     """The stream is to be cut without an end."""
-
-
-# --- the engine ------------------------------------------------------------------------------------------
 
 
 class _Request:
@@ -158,6 +70,9 @@ class _Request:
         self.finish: str | None = None
         self.stop_reason: int | str | None = None
         self.aborted = False
+        self.id = ""
+        self.text_shape = False
+        """Asked through /v1/completions."""
 
     def spans(self) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
@@ -184,6 +99,7 @@ class FakeEngine:
         step_s: float = 0.0,
         version: int = 0,
         receiver: str = "simulated",
+        older: str | None = None,
         decode: Callable[[list[int]], str] | None = None,
         on_die: Callable[[], None] | None = None,
     ) -> None:
@@ -191,7 +107,8 @@ class FakeEngine:
         self.max_model_len, self.stream_interval, self.step_s = max_model_len, stream_interval, step_s
         self.weights_version = version
         self.label = "default"
-        self.receiver = _SimulatedReceiver(self) if receiver == "simulated" else _GlooReceiver(self)
+        self.receiver = SimulatedReceiver(self) if receiver == "simulated" else GlooReceiver(self)
+        self.older = older
         self.decode = decode
         self.script: list[Reply] = []
         self.faults = Faults()
@@ -269,20 +186,24 @@ class FakeEngine:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
-        app.add_routes(
-            [
-                web.post("/inference/v1/generate", self._generate),
-                web.post("/pause", self._control(self._pause)),
-                web.post("/resume", self._control(self._resume)),
-                web.get("/is_paused", self._control(self._is_paused)),
-                web.get("/weight_info", self._control(self._weight_info)),
-                web.post("/update_weight_version", self._control(self._update_version)),
-                web.get("/get_world_size", self._control(self._world_size)),
-                web.post("/collective_rpc", self._rpc),
-                web.get("/health", self._control(self._health)),
-                web.get("/v1/models", self._control(self._models)),
-            ]
-        )
+        routes = [
+            web.post("/v1/completions", self._completions),
+            web.post("/pause", self._control(self._pause)),
+            web.post("/resume", self._control(self._resume)),
+            web.get("/is_paused", self._control(self._is_paused)),
+            web.get("/get_world_size", self._control(self._world_size)),
+            web.post("/collective_rpc", self._rpc),
+            web.get("/health", self._control(self._health)),
+            web.get("/v1/models", self._control(self._models)),
+        ]
+        if self.older != "completions":
+            routes.append(web.post("/inference/v1/generate", self._generate))
+        if self.older is None:
+            routes.append(web.get("/weight_info", self._control(self._weight_info)))
+            routes.append(web.post("/update_weight_version", self._control(self._update_version)))
+        paths = {route.path: {} for route in routes}
+        routes.append(web.get("/openapi.json", self._control(lambda _: _json({"paths": paths}))))
+        app.add_routes(routes)
         return app
 
     # control plane
@@ -303,7 +224,7 @@ class FakeEngine:
 
     def _control(self, handler: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         async def run(request: web.Request) -> web.Response:
-            if request.path not in ("/health", "/v1/models"):
+            if request.path not in ("/health", "/v1/models", "/openapi.json"):
                 self.calls.append((request.path, dict(request.query)))
             return await self._fault(self.faults.http.get(request.path)) or await handler(request)
 
@@ -367,10 +288,20 @@ class FakeEngine:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
+        return await self._reply(http, body, body["token_ids"], body.get("sampling_params", {}))
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        if not body.get("return_token_ids"):
+            return _error(400, "this fake answers in token ids only")
+        return await self._reply(http, body, body["prompt"], body)
+
+    async def _reply(
+        self, http: web.Request, body: dict[str, Any], prompt: list[int], params: dict[str, Any]
+    ) -> web.StreamResponse:
         self.requests.append(body)
         if self.faults.generate_status is not None:
             return _error(self.faults.generate_status, "injected fault")
-        prompt, params = body["token_ids"], body.get("sampling_params", {})
         if body.get("model") not in (None, self.model):
             return _error(404, f"the model {body['model']} does not exist")
         if not prompt or len(prompt) >= self.max_model_len:
@@ -380,6 +311,7 @@ class FakeEngine:
             told = _event(_error_body(400, why)) + b"data: [DONE]\n\n"  # inside a 200, as vLLM does
             return web.Response(body=told, content_type="text/event-stream")
         r = _Request(prompt, params)
+        r.id, r.text_shape = body.get("request_id", ""), "prompt" in body
         self.running.add(r)
         self._idle.clear()
         try:
@@ -425,7 +357,7 @@ class FakeEngine:
             if seed is None:
                 self._unseeded += 1
                 seed = int.from_bytes(hashlib.blake2b(b"%d.%d" % (self.seed, self._unseeded)).digest()[:4])
-        stops = set(params.get("stop_token_ids") or ())
+        stops: set[int] = set(params.get("stop_token_ids") or ())
         if self.eos is not None and not params.get("ignore_eos"):
             stops.add(self.eos)
         limit = min(params.get("max_tokens") or 16, self.max_model_len - len(r.prompt))
@@ -485,20 +417,24 @@ class FakeEngine:
     def _logprobs(self, r: _Request, start: int, end: int) -> dict[str, Any] | None:
         if r.params.get("logprobs") is None:
             return None
+        if r.text_shape:
+            return {"tokens": [f"t{t}" for t in r.tokens[start:end]], "token_logprobs": r.logprobs[start:end]}
         content = []
         for token, logprob in zip(r.tokens[start:end], r.logprobs[start:end], strict=True):
             content.append({"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []})
         return {"content": content}
 
     def _choice(self, r: _Request, start: int, end: int) -> dict[str, Any]:
-        return {
+        choice = {
             "index": 0,
             "token_ids": r.tokens[start:end],
             "logprobs": self._logprobs(r, start, end),
             "finish_reason": r.finish,
             "stop_reason": r.stop_reason,
-            "weight_versions": r.spans() if r.finish is not None else None,
         }
+        if self.older is None and not r.text_shape:
+            choice["weight_versions"] = r.spans() if r.finish is not None else None
+        return choice
 
     def _piece(self, r: _Request, start: int, end: int) -> dict[str, Any]:
         return {"request_id": f"fake-{id(r)}", "choices": [self._choice(r, start, end)], "usage": None}
@@ -513,100 +449,11 @@ class FakeEngine:
         }
 
 
-# --- receivers -------------------------------------------------------------------------------------------
-
-
-class _SimulatedReceiver:
-    """Phases without torch: joined and received at once."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
-        self.state: dict[str, Any] = {}
-        self.areal_abort("{}")
-
-    def areal_join(self, arg: str) -> dict[str, Any]:
-        self.state = self.state | {"phase": "joined", "epoch": json.loads(arg)["epoch"], "error": None}
-        return {}
-
-    def areal_receive(self, arg: str) -> dict[str, Any]:
-        spec = json.loads(arg)
-        sums = simulated_checksums(spec["version"], len(spec["manifest"]["buckets"]))
-        fault = self.engine.faults.receive
-        if fault == "corrupt" and sums:
-            sums[0] = "corrupt"
-        phase = {"fail": "failed", "hang": "receiving"}.get(fault or "", "received")
-        self.state = self.state | {
-            "phase": phase,
-            "version": spec["version"],
-            "checksums": sums if phase == "received" else [],
-            "error": "injected fault" if phase == "failed" else None,
-        }
-        return {}
-
-    def areal_status(self, _: str = "{}") -> dict[str, Any]:
-        return self.state
-
-    def areal_load(self, arg: str) -> dict[str, Any]:
-        version = json.loads(arg)["version"]
-        if self.state["phase"] != "received" or self.state["version"] != version:
-            return {"error": f"version {version} is not staged: {self.state}"}
-        self.engine.weights_version = version
-        self.state = self.state | {"phase": "loaded"}
-        return {"version": version, "load_s": 0.0}
-
-    def areal_abort(self, _: str) -> dict[str, Any]:
-        self.state = {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class _GlooReceiver:
-    """The engine's own receiver (no vLLM in it), loading into `engine.loaded`."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        from areal_gateway.worker_extension import WeightReceiver
-
-        self.engine = engine
-        self.receiver = WeightReceiver(worker_rank=0, device="cpu")
-
-    def areal_join(self, arg: str) -> dict[str, Any]:
-        return self.receiver.join(**json.loads(arg))
-
-    def areal_receive(self, arg: str) -> dict[str, Any]:
-        return self.receiver.receive(**json.loads(arg))
-
-    def areal_status(self, _: str = "{}") -> dict[str, Any]:
-        status = self.receiver.status()
-        fault = self.engine.faults.receive
-        if status["phase"] == "received" and fault == "corrupt":
-            status["checksums"] = ["corrupt", *status["checksums"][1:]]
-        elif status["phase"] == "received" and fault == "fail":
-            status = status | {"phase": "failed", "error": "injected fault"}
-        elif status["phase"] == "received" and fault == "hang":
-            status = status | {"phase": "receiving", "checksums": []}
-        return status
-
-    def areal_load(self, arg: str) -> dict[str, Any]:
-        version = json.loads(arg)["version"]
-
-        def load(tensors: Iterable[tuple[str, Any]]) -> None:
-            self.engine.loaded = {name: tensor.clone() for name, tensor in tensors}
-
-        result = self.receiver.load(version, load)
-        if "error" not in result:
-            self.engine.weights_version = version
-        return result
-
-    def areal_abort(self, arg: str) -> dict[str, Any]:
-        return self.receiver.abort(**json.loads(arg))
-
-    def close(self) -> None:
-        self.receiver.abort()
-
-
 # --- odds and ends ---------------------------------------------------------------------------------------
+
+
+async def _json(body: dict[str, Any]) -> web.Response:
+    return web.json_response(body)
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -629,6 +476,7 @@ async def _serve(args: argparse.Namespace) -> None:
         model=args.served_model_name,
         receiver=args.receiver,
         step_s=args.step_s,
+        older=args.older,
         on_die=lambda: os._exit(9),
     )
     for name, value in json.loads(args.faults).items():
@@ -642,6 +490,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name", default="fake")
     parser.add_argument("--receiver", choices=("simulated", "gloo"), default="simulated")
+    parser.add_argument("--older", choices=("generate", "completions"), default=None)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--faults", default="{}", help="Faults as a JSON object")
     parser.add_argument("--crash", default="", help="print this to stderr and exit 1")

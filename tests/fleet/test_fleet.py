@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.engine import FakeEngine, Reply, expected
+from fakes.engine import FakeEngine
+from fakes.policy import Reply, expected
 from fleet_kit import Harness, fake_fleet, run_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import ConfigError, EngineError
 from areal_gateway.fleet import EngineSampling, Fleet, FleetUnavailable
-from areal_gateway.fleet.fleet import merge_spans
+from areal_gateway.fleet.continuation import merge_spans
 
 PROMPT = [5, 6, 7]
 GREEDY = EngineSampling(max_tokens=60, temperature=0.0, extra={"ignore_eos": True})
@@ -229,17 +230,6 @@ async def test_a_continued_reply_that_needs_its_own_past_fails_clearly(tmp_path:
             h.engines[0].faults.die_after = 20
             with pytest.raises(EngineError, match=word):
                 await run(h, sampling=sampling)
-
-
-async def test_versions_that_cannot_be_known_fail_the_call_rather_than_be_guessed(tmp_path: Path) -> None:
-    async with fake_fleet(tmp_path, 2, step_s=0.002) as h:
-        call = asyncio.create_task(run(h))
-        await h.until(lambda: h.engines[0].running)
-        await asyncio.sleep(0.04)
-        h.fleet.members[0].version = 1  # as a committed update does
-        h.engines[0].kill()
-        with pytest.raises(EngineError, match="versions are unknown"):
-            await call
 
 
 async def test_a_seeded_continuation_does_not_repeat_its_draws(tmp_path: Path) -> None:

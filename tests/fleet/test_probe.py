@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.engine import expected
+from fakes.policy import expected
 from fleet_kit import fake_fleet
 
 from areal_agent.errors import EngineError

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.engine import FakeEngine, expected, simulated_checksums
+from fakes.engine import FakeEngine
+from fakes.policy import expected
+from fakes.receivers import simulated_checksums
 from fakes.sender import Sender, checksums, pack
 from fleet_kit import Harness, fake_fleet, run_config
 
@@ -125,6 +127,7 @@ async def test_every_step_of_the_switch_happens_under_pause_and_in_order(tmp_pat
                 "areal_join",
                 "areal_receive",
                 "/pause",
+                "areal_progress",
                 "areal_load",
                 "/update_weight_version",
                 "/weight_info",

@@ -16,7 +16,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fakes.engine import FakeEngine, expected
+from fakes.engine import FakeEngine
+from fakes.policy import expected
 from gateway_support import eventually
 
 from areal_agent.wire import unpack
@@ -131,6 +132,57 @@ async def test_a_run_on_the_real_fleet_survives_a_restart_of_the_gateway(
         finally:
             assert second.end() == 0, (run_dir / "log").read_text()
         assert not (run_dir / "gateway.json").exists()
+
+
+async def test_engines_are_managed_from_the_command_line_while_the_gateway_runs(
+    engine: FakeEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = {
+        "model": str(model_folder),
+        "fleet": {"attach": [engine.url], "max_model_len": 2048},
+        "gateway": {"hold_timeout_s": 0.3},
+    }
+
+    async def cli(*args: str) -> tuple[int | None, str]:
+        command = [sys.executable, "-m", "areal_agent.cli", "fleet", *args, "--run-dir", str(run_dir)]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        out, _ = await process.communicate()
+        return process.returncode, out.decode()
+
+    async with aiohttp.ClientSession() as http, FakeEngine() as other:
+        code, said = await cli("list")
+        assert (code, "no gateway runs in" in said) == (2, True)
+        process = Process(run_dir, config)
+        try:
+            url = await process.url(http)
+            assert (await cli("join", other.url)) == (0, "attached-1 is serving, 0 calls running\n")
+            assert (await cli("drain", "attached-0"))[1].startswith("attached-0 is draining")
+            code, listed = await cli("list")
+            assert code == 0
+            assert [line.split()[:2] for line in listed.splitlines()[1:3]] == [
+                ["attached-0", "draining"],
+                ["attached-1", "serving"],
+            ]
+            assert listed.endswith("fleet: serving, version 0\n")
+            metrics = (await admin(run_dir, http, url, "/metrics")).decode()
+            assert 'areal_engines{state="draining"} 1.0' in metrics
+            assert 'areal_reprefilled_tokens_total{cause="moved"} 0.0' in metrics
+            code, said = await cli("leave", "nobody")
+            assert (code, "no engine is called nobody" in said) == (1, True)
+            assert (await cli("leave", "attached-1"))[1].startswith("attached-1 is gone")
+
+            session = await admin(
+                run_dir, http, url, "/admin/sessions", {"task_id": "t", "purpose": "rollout"}
+            )
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            async with http.post(url + "/v1/chat/completions", json=ASK, headers=key) as r:
+                assert (r.status, int(r.headers["Retry-After"]) > 0) == (503, True)
+                assert "no engine served within 0.3 s" in await r.text()
+        finally:
+            assert process.end() == 0
 
 
 def _count(run_dir: Path, table: str) -> int:

@@ -48,11 +48,20 @@ def test_version_and_help(capsys):
     code, out, _ = run(capsys, "version")
     assert code == 0
     assert out.startswith("areal-agent 0.")
-    for command in ([], ["train"], ["eval"], ["gateway"], ["config"], ["version"]):
+    for command in (
+        [],
+        ["train"],
+        ["eval"],
+        ["gateway"],
+        ["config"],
+        ["version"],
+        ["fleet"],
+        ["fleet", "join"],
+    ):
         code, out, _ = run(capsys, *command, "--help")
         assert code == 0
         assert "Usage: areal-agent" in out
-    assert {"train", "gateway", "eval", "config", "version"} <= set(run(capsys, "--help")[1].split())
+    assert {"train", "gateway", "eval", "config", "version", "fleet"} <= set(run(capsys, "--help")[1].split())
 
 
 def test_config_lists_every_setting_once_with_default_and_help(capsys):

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from fakes.engine import FakeEngine, simulated_checksums
+from fakes.engine import FakeEngine
+from fakes.receivers import simulated_checksums
 from openai import AsyncOpenAI
 from small_folder import build_folder
 

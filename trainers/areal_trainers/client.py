@@ -75,7 +75,7 @@ class TrainerClient:
         self._post("/admin/metrics", {"step": step, **numbers}, ANSWER_S)
 
     def needs_weights(self) -> bool:
-        """Whether no engine serves and one waits for the weights of the version it missed."""
+        """Whether an engine waits for the weights of the current version: it joined or came back since."""
         fleet = self._json(self._request("GET", "/admin/status", None, ANSWER_S)).get("fleet") or {}
         return bool(fleet.get("needs_weights"))
 

@@ -65,7 +65,7 @@ class BatchSource:
         return [float(time.monotonic() >= end), float(self._client.needs_weights())]
 
     def _push_again(self, version: int, repush: Callable[[int], object]) -> None:
-        said = f"no engine serves and one waits for version {version}: pushing it again"
+        said = f"an engine waits for version {version}: pushing it again"
         try:
             repush(version)
         except WeightUpdateError as e:  # every rank's; an engine may have crashed again and will be back

@@ -1,18 +1,17 @@
-"""The fleet: which engines there are, which of them takes a call, and what becomes of a call they lose.
+"""The fleet: which engines there are, how they come and go, and which of them may take a call.
 
-Invariant: a call is given only to an engine that serves the fleet's version; a reply continued on another
-engine consists of exactly the tokens that were sampled, each under the version that its engine had.
+Invariant: an engine serves only while it holds the fleet's version and stamps it; whatever else it is, its
+state says so, and why. What becomes of a call is in runner.py, which weights the engines hold in weights.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from areal_agent.checks import model_folder
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.machine import detect_platform, plan_engines
-from areal_gateway.fleet.engine import EngineLost
 from areal_gateway.fleet.member import Member
 from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
@@ -28,17 +26,16 @@ from areal_gateway.fleet.process import (
     LaunchSpec,
     engine_args,
 )
-from areal_gateway.fleet.types import Chunk, EngineSampling, EngineState, FleetUnavailable, Span
+from areal_gateway.fleet.runner import CallRunner
+from areal_gateway.fleet.types import (
+    Chunk,
+    EngineSampling,
+    EngineState,
+    UnknownEngine,
+)
 from areal_gateway.fleet.weights import WeightTransaction
 
-SESSIONS_REMEMBERED = 65536
-"""Sessions whose engine is remembered; the least recently used is forgotten first."""
-
-CONTINUATIONS = 5
-"""Engines one call may lose before it fails."""
-
-NOT_CONTINUABLE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
-"""Sampling settings that look at the reply so far, which after a continuation is part of the prompt."""
+DRAINED = "takes no new calls"
 
 
 class Fleet:
@@ -69,11 +66,12 @@ class Fleet:
         self.weights = WeightTransaction(self, config.weights)
         self._command = command
         self._platform = "cpu"
-        self._affinity: OrderedDict[str, Member] = OrderedDict()
+        self.calls = CallRunner(self, config)
+        self._attached = itertools.count()
         self._held = False
         self._stopped = False
         self._change = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Member, asyncio.Task[None]] = {}
 
     # life
 
@@ -90,8 +88,8 @@ class Fleet:
         if count:
             model_folder(self.config.model)
         self._emit("fleet", engines=count + len(f.attach), reason=why)
-        self.members = [Member(f"engine-{i}") for i in range(count)]
-        self.members += [Member(f"attached-{i}", url=url, model=None) for i, url in enumerate(f.attach)]
+        self.members = [Member(f"engine-{i}", index=i, driver=f.driver) for i in range(count)]
+        self.members += [self._newcomer(url) for url in f.attach]
         starts = [asyncio.ensure_future(self._bring_up(m)) for m in self.members]
         try:
             await asyncio.gather(*starts)
@@ -109,20 +107,20 @@ class Fleet:
         self.version = versions.pop() or 0
         for member in self.members:
             self._set_state(member, EngineState.SERVING)
-            self._tasks.append(asyncio.create_task(self._supervised(member), name=f"supervise {member.id}"))
+            self._watch_over(member)
 
     async def stop(self) -> None:
         """End every engine that is ours; attached ones are let go, resumed. Idempotent."""
         self._stopped = True
         await self.weights.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = list(self._tasks.values())
         self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         results = await asyncio.gather(*(m.end() for m in self.members), return_exceptions=True)
         for member in self.members:
             self._set_state(member, EngineState.GONE, "the fleet stopped")
-            await member.client.close()
         for result in results:
             if isinstance(result, BaseException):
                 raise EngineError(f"an engine did not end: {result}") from result
@@ -138,13 +136,12 @@ class Fleet:
         spec = LaunchSpec(
             model=self.config.model,
             port=0,
-            index=self.members.index(member),
+            index=member.index,
             engines=sum(not m.attached for m in self.members),
             platform=self._platform,
             trainer_ranks=self.config.trainer.ranks,
             fleet=f,
-            seed=(self.config.rollout.seed * 1009 + self.members.index(member) * 101 + member.restarts)
-            % 2**31,
+            seed=(self.config.rollout.seed * 1009 + member.index * 101 + member.starts) % 2**31,
         )
         log = self.run_dir / "logs" / f"{member.id}.log"
         await member.launch(spec, self._command, log, f.start_timeout_s)
@@ -161,6 +158,7 @@ class Fleet:
         f = self.config.fleet
         while not self._stopped:
             reason = await member.watch(f.probe_s, self._notify)
+            member.forgive()
             await self._take_out(member, EngineState.GONE, reason)
             while not member.ready:
                 if member.restarts >= f.max_restarts:
@@ -177,12 +175,85 @@ class Fleet:
                 except ArealError as e:
                     await self._take_out(member, EngineState.GONE, str(e))
             member.suspect.clear()
-            if member.version == self.version and not self.weights.running:
-                self._set_state(member, EngineState.SERVING)
-            else:
-                self._set_state(
-                    member, EngineState.STARTING, f"waits for the weights of version {self.version}"
-                )
+            self._admit(member)
+
+    def _admit(self, member: Member) -> None:
+        """An engine that came up serves if it holds the current weights, else waits for them."""
+        if member.drained:
+            self._set_state(member, EngineState.DRAINING, DRAINED)
+        elif member.version == self.version and not self.weights.running:
+            self._set_state(member, EngineState.SERVING)
+        else:
+            self._set_state(member, EngineState.STARTING, f"waits for the weights of version {self.version}")
+
+    def _watch_over(self, member: Member) -> None:
+        self._tasks[member] = asyncio.create_task(self._supervised(member), name=f"supervise {member.id}")
+
+    # joining and leaving at run time
+
+    def _newcomer(self, url: str) -> Member:
+        return Member(f"attached-{next(self._attached)}", url=url, driver=self.config.fleet.driver)
+
+    async def join(self, url: str) -> dict[str, Any]:
+        """Attach an engine that somebody runs, or take one that was drained back; its status.
+
+        It serves once it holds the fleet's weights. At version 0 those are the model folder's, which it was
+        started with. Later it waits for a push, whatever version its label names: the label may be of another
+        run. The trainer, which looks for waiting engines while it waits for a batch, pushes the current
+        version to those alone; otherwise the next update reaches it.
+
+        Raises EngineError: it does not answer, or cannot be driven.
+        """
+        url = url.rstrip("/")
+        known = next((m for m in self.members if m.url == url), None)
+        if known is not None:
+            known.drained = False
+            if known.ready and known.state is EngineState.DRAINING:
+                self._admit(known)
+            return known.status()
+        member = self._newcomer(url)
+        self.members.append(member)
+        self._set_state(member, EngineState.STARTING, "joins")
+        try:
+            await self._bring_up(member)
+        except BaseException as e:
+            self.members.remove(member)
+            self._set_state(member, EngineState.GONE, f"did not join: {e}")
+            await member.end()
+            raise
+        if self.version:
+            member.version = None
+        self._admit(member)
+        self._watch_over(member)
+        return member.status()
+
+    async def drain(self, id: str) -> dict[str, Any]:
+        """Give an engine no new call; those that it has go on to their end. It takes part in updates as before.
+
+        Raises UnknownEngine.
+        """
+        member = self._named(id)
+        member.drained = True
+        if member.state is EngineState.SERVING:
+            self._set_state(member, EngineState.DRAINING, DRAINED)
+        return member.status()
+
+    async def leave(self, id: str) -> dict[str, Any]:
+        """Take an engine out for good: ours is ended, an attached one let go. Calls that it has go on elsewhere;
+        drain it first to let them end where they are. Raises UnknownEngine."""
+        member = self._named(id)
+        self.members.remove(member)
+        if (task := self._tasks.pop(member, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._take_out(member, EngineState.GONE, "it left the fleet")
+        return member.status()
+
+    def _named(self, id: str) -> Member:
+        for member in self.members:
+            if id in (member.id, member.url):
+                return member
+        raise UnknownEngine(f"no engine is called {id}; there are {', '.join(m.id for m in self.members)}")
 
     async def _take_out(self, member: Member, state: EngineState, reason: str) -> None:
         member.ready = False
@@ -208,7 +279,8 @@ class Fleet:
         """Let every ready engine that holds and stamps the fleet's version serve."""
         for member in self.members:
             if member.ready and member.version == self.version:
-                self._set_state(member, EngineState.SERVING)
+                state = EngineState.DRAINING if member.drained else EngineState.SERVING
+                self._set_state(member, state, DRAINED if member.drained else "")
 
     def hold(self) -> None:
         """Admit no call until `release`."""
@@ -249,44 +321,10 @@ class Fleet:
             FleetUnavailable: no engine served within gateway.hold_timeout_s.
             EngineError: the engine refused the request, or the reply cannot be completed exactly.
         """
-        deadline = time.monotonic() + self.config.fleet.call_timeout_s + self.config.gateway.hold_timeout_s
-        tokens: list[int] = []
-        spans: list[Span] = []
-        for attempt in range(CONTINUATIONS + 1):
-            member = await self._acquire(session_id)
-            before, done = member.version, len(tokens)
-            if on_engine is not None:
-                on_engine(member.id)
-            part = sampling if not done else _remaining(sampling, done)
-            timeout_s = min(self.config.fleet.call_timeout_s, deadline - time.monotonic())
-            try:
-                async with aclosing(member.client.generate(prompt_ids + tokens, part, timeout_s)) as stream:
-                    async for chunk in stream:
-                        tokens += chunk.token_ids
-                        if chunk.spans is not None:
-                            shifted = [(a + done, b + done, v) for a, b, v in chunk.spans]
-                            chunk = replace(chunk, spans=merge_spans(spans, shifted))
-                        yield chunk
-                return
-            except EngineLost as e:
-                member.suspect.set()
-                self._affinity.pop(session_id, None)
-                if attempt == CONTINUATIONS or time.monotonic() >= deadline:
-                    raise
-                if len(tokens) > done:
-                    # The engine's own stamps were to come with the last chunk. They are known without it
-                    # only when it had one version from before the request to the cut.
-                    if before is None or member.version != before:
-                        raise EngineError(
-                            f"{member.id} was lost during a reply that lived through an update "
-                            f"(version {before} to {member.version}); its tokens' versions are unknown"
-                        ) from e
-                    spans = merge_spans(spans, [(done, len(tokens), before)])
-                if tokens and (why := _not_continuable(sampling)):
-                    raise EngineError(f"{member.id} was lost after {len(tokens)} tokens; {why}") from e
-                self._emit("call_moved", session_id=session_id, engine=member.id, tokens=len(tokens))
-            finally:
-                member.calls -= 1
+        calls = self.calls.run(session_id, prompt_ids, sampling, on_engine)
+        async with aclosing(calls):
+            async for chunk in calls:
+                yield chunk
 
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
         """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
@@ -296,38 +334,26 @@ class Fleet:
 
         return await probe(self._serving(), prompts, sampling, left_out)
 
-    async def _acquire(self, session_id: str) -> Member:
-        """Wait for an engine that serves, and count the call to it."""
-        timeout_s = self.config.gateway.hold_timeout_s
-        if not await self._until(lambda: not self._held and self._routable(), timeout_s):
-            why = self.error or "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
-            raise FleetUnavailable(f"no engine served within {timeout_s:g} s: {why}")
-        member = self._route(session_id)
-        member.calls += 1
-        return member
+    async def wait_routable(self, timeout_s: float) -> bool:
+        """Until a call may be given to an engine; False when time ran out."""
+        return await self._until(lambda: not self._held and self.routable(), timeout_s)
+
+    def why_not(self) -> str:
+        """Why no call can be given to any engine."""
+        states = "; ".join(f"{m.id} is {m.state} ({m.reason})" for m in self.members)
+        return self.error or states or "the fleet has no engine; `areal-agent fleet join` adds one"
+
+    @property
+    def serves(self) -> bool:
+        """Whether some engine serves."""
+        return bool(self._serving())
 
     def _serving(self) -> list[Member]:
         return [m for m in self.members if m.state is EngineState.SERVING]
 
-    def _routable(self) -> list[Member]:
+    def routable(self) -> list[Member]:
         """Serving engines to which no connection has failed since they last answered a probe."""
         return [m for m in self._serving() if not m.suspect.is_set()]
-
-    def _route(self, session_id: str) -> Member:
-        """The session's own engine, for its prefix cache, unless that one is full and another is not."""
-        routable = self._routable()
-        member = self._affinity.get(session_id)
-        full = self.config.fleet.max_num_seqs
-        if member in routable and (member.calls < full or all(m.calls >= full for m in routable)):
-            self._affinity.move_to_end(session_id)
-            return member
-        member = min(routable, key=lambda m: (m.calls, m.assigned))
-        member.assigned += 1
-        self._affinity[session_id] = member
-        self._affinity.move_to_end(session_id)
-        if len(self._affinity) > SESSIONS_REMEMBERED:
-            self._affinity.popitem(last=False)
-        return member
 
     # what there is to see
 
@@ -343,9 +369,9 @@ class Fleet:
         return "held(error)" if self.error else "starting"
 
     def status(self) -> dict[str, Any]:
-        """{version, state, error, needs_weights, engines: [{id, url, state, version, running, pid, ...}]}.
+        """{version, state, error, needs_weights, reprefilled, engines: [{id, url, state, version, running, ...}]}.
 
-        `needs_weights`: no engine serves and one waits for the current weights: somebody has to push them.
+        `needs_weights`: an engine waits for the current weights: somebody has to push them.
         """
         engines = [m.status() for m in self.members]
         waits = any(e["waits_for_weights"] for e in engines)
@@ -353,7 +379,8 @@ class Fleet:
             "version": self.version,
             "state": self.state,
             "error": self.error,
-            "needs_weights": waits and not self._serving() and not self.weights.running,
+            "needs_weights": waits and not self.weights.running,
+            "reprefilled": dict(self.calls.prefilled_again),
             "engines": engines,
         }
 
@@ -372,6 +399,10 @@ class Fleet:
     def _emit(self, type: str, **fields: Any) -> None:
         self.on_event({"type": type, **fields})
 
+    def emit_moved(self, session_id: str, member: Member, tokens: int) -> None:
+        """A call with `tokens` of its reply left an engine that was lost."""
+        self._emit("call_moved", session_id=session_id, engine=member.id, tokens=tokens)
+
     def emit_weights(self, **fields: Any) -> None:
         """An event of the weight transaction."""
         self._emit("weights", **fields)
@@ -387,34 +418,3 @@ class Fleet:
                 while not true():
                     await self._change.wait()
         return bool(true())
-
-
-def merge_spans(a: list[Span], b: list[Span]) -> list[Span]:
-    """Spans of a reply's parts, one after the other; neighbours of one version become one."""
-    out = list(a)
-    for start, end, version in b:
-        if out and out[-1][2] == version and out[-1][1] == start:
-            out[-1] = (out[-1][0], end, version)
-        else:
-            out.append((start, end, version))
-    return out
-
-
-def _not_continuable(sampling: EngineSampling) -> str:
-    if sampling.stop:
-        return "a stop string may straddle the cut, so the reply cannot be continued exactly"
-    if used := [name for name in NOT_CONTINUABLE if sampling.extra.get(name)]:
-        return f"{', '.join(used)} look at the reply so far, so it cannot be continued exactly"
-    return ""
-
-
-def _remaining(sampling: EngineSampling, done: int) -> EngineSampling:
-    """Sampling of the rest of a reply: smaller budgets, and a seed of its own.
-
-    The same seed would draw for token `done` what it drew for token 0.
-    """
-    extra = dict(sampling.extra)
-    if "min_tokens" in extra:
-        extra["min_tokens"] = max(0, extra["min_tokens"] - done)
-    seed = None if sampling.seed is None else (sampling.seed + 0x9E3779B1 * done) % 2**31
-    return replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed, extra=extra)

@@ -11,13 +11,14 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.process import Guarded
-from areal_gateway.fleet.engine import EngineClient, EngineRefused
+from areal_gateway.fleet.drivers import Choice, drive
+from areal_gateway.fleet.http import EngineHTTP
 from areal_gateway.fleet.process import (
     MODEL_NAME,
     EngineArgs,
@@ -26,6 +27,7 @@ from areal_gateway.fleet.process import (
     last_words,
     port_clash,
 )
+from areal_gateway.fleet.protocol import EngineDriver, EngineRefused
 from areal_gateway.fleet.types import EngineSampling, EngineState
 
 T = TypeVar("T")
@@ -44,9 +46,20 @@ UNKNOWN = -1
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 30.0
 
+STEADY_S = 600.0
+"""An engine that was up this long has shown that it can: its next loss counts as its first."""
+
 WARM_UP = EngineSampling(max_tokens=4, temperature=1.0, extra={"ignore_eos": True})
 """The shape of later requests, logprobs included: the first of a kind compiles for 2-20 s, and a pause
 would wait for it."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A reply in progress: `prompt` tokens long before it, `tokens` [n] of it so far."""
+
+    prompt: int
+    tokens: list[int]
 
 
 class Member:
@@ -56,34 +69,52 @@ class Member:
         version: of the weights it holds; None until known.
         ready: it is up, warmed up and answers; it may still lack the current weights.
         incarnation: counts starts; a group of an earlier one is void.
-        calls: requests it has in flight. `assigned`: sessions routed to it so far.
+        index: its place among the engines that we start; decides its devices and its seed.
+        drained: somebody wants it to take no new calls.
+        in_flight: the replies it works on. `assigned`: sessions routed to it so far.
         tainted: an update failed inside it, so its weights may be of two versions; only a whole new set of
             weights clears this. (An engine of ours is started anew instead.)
         reason: why it is not serving, for people.
     """
 
-    def __init__(self, id: str, *, url: str = "", model: str | None = MODEL_NAME) -> None:
-        self.id = id
-        self.client = EngineClient(url, model)
+    def __init__(self, id: str, *, index: int = 0, url: str = "", driver: Choice = "auto") -> None:
+        self.id, self.index = id, index
         self.attached = bool(url)
+        self._http = EngineHTTP(url, None)
+        self._driver: EngineDriver | None = None
+        self._choice: Choice = driver
         self.process: Guarded | None = None
         self.state = EngineState.STARTING
         self.ready = False
         self.version: int | None = None
         self.world_size = 1
         self.tainted = False
+        self.drained = False
         self.incarnation = 0
-        self.calls = 0
+        self.in_flight: set[Running] = set()
         self.assigned = 0
         self.restarts = 0
+        self.starts = 0
         self.reason = ""
         self.started_in_s: float | None = None
+        self.up_since = 0.0
         self.suspect = asyncio.Event()
         """Set by whoever saw a connection to it fail: it is probed at once, and gets no call meanwhile."""
 
     @property
     def url(self) -> str:
-        return self.client.url
+        return self._http.url
+
+    @property
+    def calls(self) -> int:
+        return len(self.in_flight)
+
+    @property
+    def client(self) -> EngineDriver:
+        """Raises EngineError before it came up for the first time."""
+        if self._driver is None:
+            raise EngineError(f"{self.id} has not come up")
+        return self._driver
 
     def status(self) -> dict[str, object]:
         return {
@@ -91,6 +122,7 @@ class Member:
             "url": self.url,
             "state": str(self.state),
             "version": self.version,
+            "driver": self._driver.kind if self._driver is not None else None,
             "running": self.calls,
             "pid": self.process.pid if self.process is not None else None,
             "restarts": self.restarts,
@@ -104,11 +136,12 @@ class Member:
     ) -> None:
         """Start the process, wait until it answers, warm it up. Raises EngineError with the log's reason."""
         began = time.monotonic()
+        self.starts += 1
         for attempt in itertools.count(1):
             spec = replace(spec, port=free_port())
             args = command(spec)
-            await self.client.close()
-            self.client = EngineClient(f"http://127.0.0.1:{spec.port}", MODEL_NAME)
+            await self._close()
+            self._http = EngineHTTP(f"http://127.0.0.1:{spec.port}", MODEL_NAME)
             offset = _size(log)
             try:
                 # An engine has no use for the run's keys.
@@ -140,24 +173,27 @@ class Member:
             if left <= 0:
                 raise EngineError("it was not ready in time (fleet.start_timeout_s)")
             try:
-                await self.client.health(min(PROBE_TIMEOUT_S, left))
+                await self._http.health(min(PROBE_TIMEOUT_S, left))
                 break
             except EngineError:
                 await asyncio.sleep(min(0.2, max(0.0, left)))
         left = max(1.0, deadline - time.monotonic())
-        if self.client.model is None:
-            self.client.model = await self.client.model_name(PROBE_TIMEOUT_S)
-        self.world_size = await self.client.world_size(PROBE_TIMEOUT_S)
-        # The label is "default" until somebody sets it, and spans must be numbers.
-        label = await self.client.label(PROBE_TIMEOUT_S) if self.attached else ""
-        self.version = UNKNOWN if self.tainted else int(label) if label.isdecimal() else 0
-        await self.client.set_label(self.version, PROBE_TIMEOUT_S)
+        if self._http.model is None:
+            self._http.model = await self._http.model_name(PROBE_TIMEOUT_S)
+        if self._driver is not None:
+            await self._driver.close()
+        driver = self._driver = await drive(self.url, self._http.model, self._choice, PROBE_TIMEOUT_S)
+        self.world_size = await driver.world_size(PROBE_TIMEOUT_S)
+        held = await driver.held_version(PROBE_TIMEOUT_S) if self.attached else None
+        self.version = UNKNOWN if self.tainted else max(held or 0, 0)
+        await driver.stamp(self.version, PROBE_TIMEOUT_S)
         if not self.tainted:
             if self.attached:
-                await self.client.resume(PROBE_TIMEOUT_S)  # whoever paused it may be gone
-            async for _ in self.client.generate([1, 2, 3, 4], WARM_UP, left):
+                await driver.resume(PROBE_TIMEOUT_S)  # whoever paused it may be gone
+            async for _ in driver.generate([1, 2, 3, 4], WARM_UP, left):
                 pass
         self.incarnation += 1
+        self.up_since = time.monotonic()
         self.ready = True
 
     async def watch(self, probe_s: float, cleared: Callable[[], None]) -> str:
@@ -192,11 +228,19 @@ class Member:
         """End the process, if it is ours, and cut every connection to it."""
         self.ready = False
         process, self.process = self.process, None
-        url, model = self.client.url, self.client.model
         if process is not None:
             await process.aterminate()
-        await self.client.close()
-        self.client = EngineClient(url, model)
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._http.close()
+        if self._driver is not None:
+            await self._driver.close()
+
+    def forgive(self) -> None:
+        """Forget restarts that lie before a long time of being up."""
+        if self.ready and time.monotonic() - self.up_since >= STEADY_S:
+            self.restarts = 0
 
     def backoff_s(self) -> float:
         return min(BACKOFF_MAX_S, BACKOFF_S * 2**self.restarts)

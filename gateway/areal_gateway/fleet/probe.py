@@ -12,9 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from areal_agent.errors import EngineError
-from areal_gateway.fleet.engine import EngineLost, EngineTimedOut
 from areal_gateway.fleet.member import Member
-from areal_gateway.fleet.types import EngineSampling
+from areal_gateway.fleet.protocol import EngineLost, EngineTimedOut
+from areal_gateway.fleet.types import INTERRUPTED, EngineSampling
 
 PROBE_S = 10.0
 """A probe queues behind the calls, and the trainer waits for it: an engine that needs longer is left out."""
@@ -78,6 +78,8 @@ async def _ask(member: Member, prompt: list[int], sampling: EngineSampling) -> P
         async for chunk in stream:
             reply.token_ids.extend(chunk.token_ids)
             reply.logprobs.extend(chunk.logprobs)
+            if chunk.finish_reason == INTERRUPTED:
+                raise EngineTimedOut(f"{member.id} was given new weights during the probe")
             for start, end, version in chunk.spans or ():
                 reply.versions.extend([version] * (end - start))
     if len(reply.versions) != len(reply.token_ids):

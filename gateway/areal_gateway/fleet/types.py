@@ -13,6 +13,10 @@ from typing import Any
 
 from areal_agent.errors import EngineError
 
+INTERRUPTED = "interrupted"
+"""Finish reason of a part of a reply that a weight update ended; the fleet goes on with it, and nobody else
+ever sees this."""
+
 Span = tuple[int, int, int]
 """(start, end, version): output tokens [start, end) were sampled under that policy version."""
 
@@ -22,7 +26,7 @@ class Chunk:
     """A piece of a reply, as it leaves the engine.
 
     `token_ids` [n], `logprobs` [n] (None where the engine gave none: the call is then incomplete).
-    `finish_reason` ("stop", "length" or "abort") and `spans` (over all output tokens of the reply, not
+    `finish_reason` ("stop", "length", "abort", or a driver's INTERRUPTED) and `spans` (over all output tokens of the reply, not
     of the chunk) are given on the last chunk only.
     """
 
@@ -67,6 +71,10 @@ class EngineState(StrEnum):
     """Failed a probe or an update; it is being ended and takes no part in anything."""
     GONE = "gone"
     """Its process ended, or its address no longer answers."""
+
+
+class UnknownEngine(EngineError):
+    """No engine of the fleet has that id or address."""
 
 
 class FleetUnavailable(EngineError):

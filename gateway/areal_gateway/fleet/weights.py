@@ -53,6 +53,8 @@ class _Update:
     members: list[Member]
     buckets: int
     group: tuple[Any, ...]
+    catch_up: bool
+    """The current version again, for engines that lack it: those that serve it go on meanwhile."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     began: float = field(default_factory=time.monotonic)
     watchdog: asyncio.Task[None] | None = None
@@ -112,13 +114,15 @@ class WeightTransaction:
                 raise WeightConflict(
                     f"update to version {self._update.version} is running; commit or abort it first"
                 )
-            self._check_version(version, force)
-            members = await self._participants()
+            catch_up = self._check_version(version, force)
+            members = await self._participants(lacking=version if catch_up else None)
             size = 1 + sum(m.world_size for m in members)
             group = (store["host"], store["port"], backend, *((m.id, m.incarnation) for m in members))
             join = group != self._group
             self._epoch += join
-            update = self._update = _Update(version, self._epoch, members, len(manifest.buckets), group)
+            update = self._update = _Update(
+                version, self._epoch, members, len(manifest.buckets), group, catch_up
+            )
             self._group = None  # until it committed, the group is not known to be whole
             try:
                 if join:
@@ -193,15 +197,19 @@ class WeightTransaction:
 
     # begin
 
-    def _check_version(self, version: int, force: bool) -> None:
+    def _check_version(self, version: int, force: bool) -> bool:
+        """Whether it is the current version, for engines that lack it. Raises WeightConflict."""
         current = self._fleet.version
-        refresh = version == current and any(m.version != current for m in self._fleet.members)
-        if not force and version != current + 1 and not refresh:
+        catch_up = version == current and any(m.version != current for m in self._fleet.members)
+        if not force and version != current + 1 and not catch_up:
             raise WeightConflict(f"version {version} does not follow the fleet's {current}")
+        return catch_up and not force
 
-    async def _participants(self) -> list[Member]:
-        """Ready engines that answer a call to the worker extension right now."""
+    async def _participants(self, lacking: int | None) -> list[Member]:
+        """Ready engines (that lack a version) that answer a call to the worker extension right now."""
         ready = await self._fleet.wait_ready(self._config.join_timeout_s)
+        if lacking is not None:
+            ready = [m for m in ready if m.version != lacking]
         answers = await each(ready, lambda m: m.client.rpc("areal_status", {}, self._config.pause_timeout_s))
         for member, answer in answers.items():
             if isinstance(answer, EngineError):
@@ -245,11 +253,12 @@ class WeightTransaction:
         try:
             await self._await_received(update, checksums)
             receive_s = time.monotonic() - update.began
-            fleet.hold()
+            if not update.catch_up:
+                fleet.hold()
             self._set_phase("holding", update)
             paused_at = time.monotonic()
             try:
-                await self._must(update, lambda m: m.client.pause(limit), "pause")
+                await self._must(update, lambda m: m.client.suspend(limit), "pause")
             except WeightUpdateError:
                 await self._resume_old(update)
                 raise
@@ -320,23 +329,30 @@ class WeightTransaction:
             return [a for a in answers.values() if not isinstance(a, EngineError)]
 
         async def label(member: Member) -> None:
-            await member.client.set_label(version, limit)
-            if (said := await member.client.label(limit)) != str(version):
-                raise EngineError(f"{member.url} was given version {version} and reads back {said!r}")
+            await member.client.stamp(version, limit)
             member.version, member.tainted = version, False
 
         self._set_phase("paused", update)
         # An engine that came up since `begin` has old weights and was not asked.
         for other in fleet.members:
-            if other not in alive and other.state is EngineState.SERVING:
+            current = other.version == version
+            if (
+                other not in alive
+                and other.state in (EngineState.SERVING, EngineState.DRAINING)
+                and not current
+            ):
                 fleet.quarantine(other, f"took no part in the update to version {version}")
         self._set_phase("loading", update)
         loads = await step("load", lambda m: m.client.rpc("areal_load", {"version": version}, limit))
         load_s = max((w["load_s"] for workers in loads for w in workers), default=0.0)
         self._set_phase("verifying", update)
         await step("label", label)
+        fleet.calls.count_kept(alive)
         await step("resume", lambda m: m.client.resume(limit))
         pause_s = time.monotonic() - paused_at
+        if not alive and update.catch_up and fleet.serves:
+            why = _list({m: m.reason for m in update.members})
+            raise WeightUpdateError(f"no engine that lacked version {version} took it: {why}", retry=True)
         if not alive:
             fleet.error = f"held(error): no engine survived the update to version {version}: " + _list(
                 {m: m.reason for m in update.members}

@@ -1,0 +1,156 @@
+"""HTTP to one vLLM server: a connection pool of its own, the control calls that every server answers, and
+streams of events.
+
+Invariant: every request has a deadline, and what the network does is told in the errors of protocol.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_agent.errors import EngineError
+from areal_gateway.fleet.protocol import EngineLost, EngineRefused
+
+KEEPALIVE_S = 2.0
+"""vLLM's server closes idle connections after 5 s; a pooled one must be dropped earlier than that."""
+
+CONNECT_S = 5.0
+
+
+class EngineHTTP:
+    """One server. `url` has no trailing slash; `model` is the name it serves, None until asked."""
+
+    def __init__(self, url: str, model: str | None) -> None:
+        self.url = url.rstrip("/")
+        self.model = model
+        self._session: aiohttp.ClientSession | None = None
+        self._replies: set[aiohttp.ClientResponse] = set()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                json_serialize=lambda body: orjson.dumps(body).decode(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close every connection; calls in flight are cut and end as EngineLost."""
+        session, self._session = self._session, None
+        for response in self._replies:
+            cut(response)
+        if session is not None:
+            await session.close()
+
+    # streams
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: dict[str, Any], timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """POST; the response with its headers read, closed at the end. Sent once more where a pooled
+        connection turned out to be closed (no byte came)."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            response = await self.session.post(self.url + path, json=body, timeout=timeout)
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+            response = await self.session.post(self.url + path, json=body, timeout=timeout)
+        async with response:
+            self._replies.add(response)
+            try:
+                yield response
+            finally:
+                self._replies.discard(response)
+
+    # control
+
+    async def health(self, timeout_s: float) -> None:
+        await self.call("GET", "/health", timeout_s)
+
+    async def model_name(self, timeout_s: float) -> str:
+        """The first model the server lists."""
+        try:
+            return str((await self.call("GET", "/v1/models", timeout_s))["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as e:
+            raise EngineError(f"engine {self.url} lists no model") from e
+
+    async def world_size(self, timeout_s: float) -> int:
+        """Workers (ranks) of this engine."""
+        return int((await self.call("GET", "/get_world_size", timeout_s))["world_size"])
+
+    async def paths(self, timeout_s: float) -> frozenset[str]:
+        """The paths it serves, as its own description of itself (OpenAPI) lists them."""
+        try:
+            return frozenset((await self.call("GET", "/openapi.json", timeout_s))["paths"])
+        except (KeyError, TypeError) as e:
+            raise EngineError(f"engine {self.url}/openapi.json lists no paths") from e
+
+    async def rpc(self, method: str, arg: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Call a method of the worker extension; one result per worker. Raises EngineError for {error}."""
+        body = {"method": method, "args": [json.dumps(arg)], "timeout": timeout_s}
+        results = (await self.call("POST", "/collective_rpc", timeout_s, json=body))["results"]
+        for i, result in enumerate(results):
+            if isinstance(result, dict) and result.get("error") and "phase" not in result:
+                raise EngineError(f"engine {self.url} worker {i}, {method}: {result['error']}")
+        return results
+
+    async def call(self, verb: str, path: str, timeout_s: float, **kwargs: Any) -> Any:
+        """One request, its JSON answer. Raises EngineRefused, EngineLost, or EngineError when it is late."""
+        began = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self.session.request(verb, self.url + path, **kwargs) as response,
+            ):
+                if response.status != 200:
+                    raise EngineRefused(
+                        f"engine {self.url}{path} answered {response.status}: {await error_text(response)}",
+                        response.status,
+                    )
+                data = await response.read()
+                return orjson.loads(data) if data else None
+        except TimeoutError:
+            waited = time.monotonic() - began
+            raise EngineError(f"engine {self.url}{path} did not answer within {waited:.1f} s") from None
+        except (aiohttp.ClientError, OSError, RuntimeError) as e:
+            raise EngineLost(f"engine {self.url}{path} cannot be reached: {e!r}") from e
+        except orjson.JSONDecodeError as e:
+            raise EngineError(f"engine {self.url}{path} answered something that is not JSON: {e}") from e
+
+
+def cut(response: aiohttp.ClientResponse) -> None:
+    """End a stream from our side. Closing it alone would leave its reader waiting for a byte that never comes."""
+    response.content.set_exception(aiohttp.ClientConnectionError("cut by us"))
+    response.close()
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The `data:` payloads of a server-sent event stream."""
+    buffer = bytearray()
+    async for piece in response.content.iter_any():
+        buffer += piece
+        while (end := buffer.find(b"\n\n")) >= 0:
+            line = bytes(buffer[:end])
+            del buffer[: end + 2]
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+async def error_text(response: aiohttp.ClientResponse) -> str:
+    """What an answer that is an error says, in one line."""
+    text = (await response.text(errors="replace"))[:2000]
+    try:
+        error = orjson.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return text.strip() or response.reason or "no reason given"
