@@ -20,7 +20,7 @@ from aiohttp import web
 
 from areal_agent.config import GatewayConfig, RunConfig
 from areal_agent.errors import ConfigError
-from areal_gateway import auth
+from areal_agent.rundir import RunDir
 from areal_gateway.app import create_app
 from areal_gateway.core import GatewayFleet
 from areal_gateway.events import EventBus
@@ -82,7 +82,7 @@ async def _run(run_dir: Path, config: RunConfig, sock: socket.socket, stopped: a
     from areal_gateway.fleet import Fleet
 
     tokens = Tokens.load(config.model, config.gateway, config.fleet.max_model_len)
-    key = auth.admin_key(run_dir)
+    key = RunDir(run_dir).admin_key()
     events = EventBus()
 
     def on_event(event: dict) -> None:
