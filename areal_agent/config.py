@@ -50,6 +50,27 @@ class RolloutConfig(Section):
         default=32, ge=0, description="consecutive sessions that may fail before the run stops and says why"
     )
     seed: int = Field(default=0, description="order of the tasks")
+    idle_timeout_s: float | None = Field(
+        default=None, gt=0, description="a session without a call for this long is sealed; None: never"
+    )
+    train_labels: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="label -> values: only calls that carry one of them are trained, others are context; empty: all",
+    )
+
+
+class RewardsConfig(Section):
+    """What several rewards of one session come to."""
+
+    rule: Literal["last", "sum"] = Field(
+        default="last", description="of rewards under different keys: the last one counts, or their sum"
+    )
+    turn_discount: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="what a call gets of the returns of the calls that continue it, along the tree",
+    )
 
 
 class EvalConfig(Section):
@@ -175,6 +196,7 @@ class RunConfig(Section):
     name: str = Field(default="run", description="name of the run, for its folder")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     fleet: FleetConfig = Field(default_factory=FleetConfig)

@@ -81,13 +81,34 @@ class Session:
     group_id: str = ""
     purpose: Purpose = "train"
 
-    async def reward(self, value: float | None, *, key: str | None = None, name: str = "reward") -> None:
-        """Record the session's reward; None means missing. The last one recorded counts.
+    async def reward(
+        self,
+        value: float | None,
+        *,
+        key: str | None = None,
+        name: str = "reward",
+        response_id: str | None = None,
+        call_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record a reward; None means missing. `rewards.rule` says what several come to.
 
         Args:
-            key: makes a repeated request count once; a fresh one is made when not given.
+            key: makes a repeated request count once; a fresh one is made when not given. The key's last value
+                counts.
+            name: `reward` is trained on; other names are kept and shown.
+            response_id, call_id: of this reply (`response.id` of any SDK) or call only. labels: of each call that
+                carries all of them. None of these: of the session.
+
+        Raises GatewayError (409) once the session is sealed.
         """
-        body = {"value": value, "key": key or uuid.uuid4().hex, "name": name}
+        body: dict[str, Any] = {"value": value, "key": key or uuid.uuid4().hex, "name": name}
+        if response_id is not None:
+            body["response_id"] = response_id
+        if call_id is not None:
+            body["call_id"] = call_id
+        if labels:
+            body["labels"] = dict(labels)
         await self.gateway.post(f"/admin/sessions/{self.id}/rewards", body, repeat=True)
 
     async def seal(self, outcome: Outcome = "finished", error: str | None = None) -> Sealed:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 from typing import Any
 from urllib.parse import unquote
-from uuid import uuid4
 
 import orjson
 from aiohttp import web
@@ -19,10 +18,11 @@ from areal_agent.errors import GatewayError
 from areal_gateway import auth
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
-from areal_gateway.exchange import CallRequest, Exchange, exchange_id_of
-from areal_gateway.fields import reward_value, text
+from areal_gateway.exchange import CallRequest, Exchange
+from areal_gateway.feedback import give
+from areal_gateway.fields import mapping
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
-from areal_gateway.sessions import REWARD, Session
+from areal_gateway.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -201,23 +201,5 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
 async def rewards(gateway: Gateway, request: web.Request) -> web.Response:
     """An agent, or the service around it, rewards its own session; `response_id` says for which reply."""
     session = await authenticate(gateway, request)
-    body = await read_json(request)
-    if not isinstance(body, dict):
-        raise GatewayError("the body must be a JSON object", status=400, code="invalid_request")
-    call_id = None
-    if (response_id := text(body, "response_id", "")) != "":
-        exchange_id = exchange_id_of(response_id)
-        found = [c for c in session.history.calls if exchange_id in (c.exchange_id, c.call_id)]
-        if not found:
-            raise GatewayError(
-                f"this session has no response {response_id!r}", status=404, code="unknown_response"
-            )
-        call_id = found[0].call_id
-    await gateway.sessions.reward(
-        session.id,
-        key=text(body, "key", "") or uuid4().hex,
-        name=text(body, "name", REWARD),
-        value=reward_value(body),
-        call_id=call_id,
-    )
+    await give(gateway.sessions, session.id, mapping(await read_json(request)))
     return answer({"session_id": session.id})

@@ -14,6 +14,7 @@ from aiohttp import web
 from areal_agent.config import RunConfig
 from areal_agent.weights import Manifest
 from areal_gateway.calls import Calls, Fleet
+from areal_gateway.credit import Credit
 from areal_gateway.events import EventBus
 from areal_gateway.fleet.probe import ProbeReply
 from areal_gateway.fleet.types import EngineSampling
@@ -73,15 +74,19 @@ class Gateway:
         self.admin_key = admin_key
         self.events = events
         self.metrics = Metrics()
-        self.leases = Leases(ledger, events, self.metrics)
+        credit = Credit.of(config)
+        self.leases = Leases(ledger, events, self.metrics, credit)
         self.sessions = Sessions(
             ledger,
             events,
             self.metrics,
             grace_s=config.rollout.reward_timeout_s,
+            idle_s=config.rollout.idle_timeout_s,
             seed=config.sampling.seed,
+            credit=credit,
             on_open=self.leases.opened,
             on_seal=self.leases.sealed,
+            on_withdraw=self.leases.withdrawn,
         )
         self.calls = Calls(
             fleet=fleet,

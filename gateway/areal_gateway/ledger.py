@@ -27,13 +27,12 @@ from areal_agent.errors import ArealError, ConfigError
 from areal_gateway.records import (
     LeaseEnd,
     LeaseRecord,
-    RewardRecord,
     SealRecord,
     SessionHistory,
     SessionRecord,
 )
-from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_seal, read_session
-from areal_gateway.schema import SCHEMA, SCHEMA_VERSION
+from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_reward, read_seal, read_session
+from areal_gateway.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class Ledger:
     def _commit(self, group: list[_Item]) -> None:
         try:
             self._transaction(rows for rows, _ in group)
-        except sqlite3.Error as e:
+        except Exception as e:  # not SQLite's only: a value it cannot hold must not end the writer either
             if len(group) == 1:
                 log.error("ledger write failed: %s", e)
                 group[0][1](e)
@@ -138,17 +137,20 @@ class Ledger:
             settled(None)
 
     def _transaction(self, items: Iterable[list[Row]]) -> None:
+        written = 0
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             for rows in items:
                 for sql, values in rows:
                     self._writer.execute(sql, values)
-                    self.rows += 1
+                    written += 1
             self._writer.execute("COMMIT")
-            self.commits += 1
         except BaseException:
-            self._writer.execute("ROLLBACK")
+            if self._writer.in_transaction:  # a full disk may have ended it already
+                self._writer.execute("ROLLBACK")
             raise
+        self.commits += 1
+        self.rows += written
 
     def close(self) -> None:
         """Write what is queued, then close. Further appends raise."""
@@ -208,9 +210,9 @@ class Ledger:
                     )
                 },
                 rewards=[
-                    RewardRecord(*r)
+                    read_reward(r)
                     for r in self._select(
-                        "SELECT session_id, key, name, value, call_id, at FROM rewards "
+                        "SELECT session_id, key, name, value, call_id, at, labels FROM rewards "
                         "WHERE session_id = ? ORDER BY seq",
                         one,
                     )
@@ -286,6 +288,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
                     f"{path} is an SQLite file, but no ledger of areal-agent; name another file"
                 )
             db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif found < SCHEMA_VERSION:
+            steps = "".join(MIGRATIONS[v] for v in range(found, SCHEMA_VERSION))
+            db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            log.info("ledger %s: schema %d brought to %d", path, found, SCHEMA_VERSION)
     except sqlite3.DatabaseError as e:
         raise ConfigError(f"cannot open the ledger {path}: {e}") from e
 

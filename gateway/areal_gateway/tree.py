@@ -159,6 +159,11 @@ class CallTree:
         self._longest = max(self._longest, node.length)
         return node
 
+    def remove(self, call_id: str) -> None:
+        """Forget a call that nothing may continue after all; one that is not there is none of them."""
+        if (node := self._by_id.pop(call_id, None)) is not None:
+            self._by_key[node.key].remove(node)
+
     def restore(self, record: CallRecord) -> None:
         """Add a call read back from the ledger; its parent must have been restored before."""
         parent = self._by_id.get(record.parent_id) if record.parent_id else None
