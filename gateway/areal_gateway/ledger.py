@@ -36,6 +36,9 @@ from areal_gateway.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
 
+BUSY_S = 30.0
+"""Longest a write waits for another program that holds the file, a backup for instance."""
+
 GROUP_LIMIT = 1024
 """Most rows in one commit; bounds how long the first of them waits for the last."""
 
@@ -265,9 +268,8 @@ def _lock(path: Path) -> Any:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     db.execute("PRAGMA recursive_triggers = ON")  # so that INSERT OR REPLACE meets the delete trigger too
-    db.execute("PRAGMA busy_timeout = 30000")
     return db
 
 
@@ -292,6 +294,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             steps = "".join(MIGRATIONS[v] for v in range(found, SCHEMA_VERSION))
             db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             log.info("ledger %s: schema %d brought to %d", path, found, SCHEMA_VERSION)
+        if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise ConfigError(
+                f"the ledger {path} is damaged: {damage}; restore a copy, or use another run folder"
+            )
     except sqlite3.DatabaseError as e:
         raise ConfigError(f"cannot open the ledger {path}: {e}") from e
 
