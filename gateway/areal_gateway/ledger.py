@@ -39,6 +39,13 @@ log = logging.getLogger(__name__)
 BUSY_S = 30.0
 """Longest a write waits for another program that holds the file, a backup for instance."""
 
+PAGE_BYTES = 1024
+"""A call's row is 1 to 20 kB, and SQLite leaves the rest of a row's last page empty: with its 4 kB pages, rows
+of 2.7 kB cost 1.57 times their bytes, with these 1.18 times. Files made before keep theirs."""
+
+CHECKPOINT_PAGES = 4000
+"""The write-ahead log is folded into the file every 4 MB, as with SQLite's own page size."""
+
 GROUP_LIMIT = 1024
 """Most rows in one commit; bounds how long the first of them waits for the last."""
 
@@ -281,7 +288,9 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
                 f"the ledger {path} has schema {found}, written by a newer areal-agent; this one reads up to "
                 f"{SCHEMA_VERSION}: use that version, or another run folder"
             )
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.execute("PRAGMA synchronous = FULL")
         if found == 0:
             others = db.execute("SELECT name FROM sqlite_master").fetchall()

@@ -274,7 +274,7 @@ def compare(folder: Path, books: Books) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))])
 async def test_what_a_client_saw_is_kept_and_a_batch_is_delivered_once(
     kills: int, tmp_path: Path, model_folder: Path
 ) -> None:
