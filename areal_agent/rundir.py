@@ -67,6 +67,10 @@ class RunDir:
         """The run's admin key, made (readable by its owner only) by whoever asks first."""
         return shared_key(self.path / "admin.key")
 
+    def project_key(self) -> str:
+        """The key of online mode, made likewise; it makes calls and gives rewards, and opens no admin door."""
+        return shared_key(self.path / "project.key", "sk-areal-project-")
+
     def read(self, name: str) -> dict[str, Any] | None:
         """A JSON object such as gateway.json or trainer.json; None while it is not there."""
         try:

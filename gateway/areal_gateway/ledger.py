@@ -193,6 +193,21 @@ class Ledger:
         rows = self._select("SELECT session_id FROM sessions WHERE key_hash = ?", (key_hash,))
         return rows[0][0] if rows else None
 
+    def session_of_exchange(self, exchange_id: str, task_prefix: str) -> str | None:
+        """The session of a reply, among those whose task id begins with `task_prefix`. Reads every call."""
+        rows = self._select(
+            "SELECT c.session_id FROM calls c JOIN sessions s ON s.session_id = c.session_id "
+            "WHERE (c.exchange_id = ? OR c.call_id = ?) AND substr(s.task_id, 1, ?) = ?",
+            (exchange_id, exchange_id, len(task_prefix), task_prefix),
+        )
+        return rows[0][0] if rows else None
+
+    def latest_session_of_task(self, task_id: str) -> str | None:
+        rows = self._select(
+            "SELECT session_id FROM sessions WHERE task_id = ? ORDER BY admitted DESC LIMIT 1", (task_id,)
+        )
+        return rows[0][0] if rows else None
+
     def histories(self, session_ids: Iterable[str]) -> dict[str, SessionHistory]:
         """Everything about these sessions; unknown ids are left out."""
         out: dict[str, SessionHistory] = {}

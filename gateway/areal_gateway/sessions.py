@@ -114,7 +114,7 @@ class Sessions:
         metrics: Metrics,
         *,
         grace_s: float,
-        idle_s: float | None = None,
+        idle_s: Callable[[SessionRecord], float | None],
         seed: int | None,
         credit: Credit,
         on_open: Callable[[SessionRecord], None],
@@ -142,7 +142,7 @@ class Sessions:
         """Bring back what an earlier process wrote. Call once, before serving."""
         for record, seal in self._ledger.sessions():
             self._admitted = record.admitted + 1
-            self._opened_per_task[record.purpose, record.task_id] += 1
+            self._count(record)
             self._on_open(record)
             if seal is not None:
                 self.sealed_count += 1
@@ -157,6 +157,11 @@ class Sessions:
         self._open[session.id] = session
         self._by_key[session.record.key_hash] = session
         self._metrics.sessions.set(len(self._open))
+
+    def _count(self, record: SessionRecord) -> None:
+        """Only where seeds depend on it: a service's sessions are each a task of their own, without end."""
+        if self._seed is not None:
+            self._opened_per_task[record.purpose, record.task_id] += 1
 
     def _forget(self, session: Session) -> None:
         del self._open[session.id]
@@ -188,8 +193,8 @@ class Sessions:
         """
         key = auth.new_session_key()
         session_id = f"ses_{uuid4().hex}"
-        repetition = self._opened_per_task[purpose, task_id]
         if sampling.seed is None and self._seed is not None:
+            repetition = self._opened_per_task[purpose, task_id]
             sampling = replace(sampling, seed=session_seed(self._seed, purpose, task_id, repetition))
         record = SessionRecord(
             session_id=session_id,
@@ -207,14 +212,14 @@ class Sessions:
         )
         self._on_open(record)  # refuses a group that is full or of another size
         self._admitted += 1
-        self._opened_per_task[purpose, task_id] += 1
+        self._count(record)
         session = Session(record)
         self._remember(session)
         try:
             await self._ledger.append(session_row(record))
         except LedgerError:  # nobody has its key; left behind it would keep its group open until its deadline
             self._forget(session)
-            self._opened_per_task[purpose, task_id] -= 1
+            self._opened_per_task.subtract([(purpose, task_id)] if self._seed is not None else [])
             self._on_withdraw(record)
             raise
         log.info("session %s opened: task %s, group %s, %s", session_id, task_id, record.group_id, purpose)
@@ -392,10 +397,11 @@ class Sessions:
                 await self.seal(session.id, Outcome.TIMEOUT, "deadline passed, never sealed")
 
     async def _seal_if_idle(self, session: Session, now: float) -> None:
-        if self._idle_s is None or session.running or now < session.active_at + self._idle_s:
+        idle_s = self._idle_s(session.record)
+        if idle_s is None or session.running or now < session.active_at + idle_s:
             return
         log.info("session %s: no call for %.0f s, sealed", session.id, now - session.active_at)
-        await self.seal(session.id, Outcome.TIMEOUT, f"no call for {self._idle_s:g} s")
+        await self.seal(session.id, Outcome.TIMEOUT, f"no call for {idle_s:g} s")
 
 
 def session_seed(run_seed: int, purpose: str, task_id: str, repetition: int) -> int:

@@ -108,6 +108,10 @@ class CallTree:
     def node(self, call_id: str) -> Node | None:
         return self._by_id.get(call_id)
 
+    def depth(self, keys: list[bytes]) -> int:
+        """Messages of the deepest stored conversation that a request with this chain extends; 0: none."""
+        return next((n for n in range(len(keys) - 2, 0, -1) if self._by_key.get(keys[n])), 0)
+
     def attach(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], after: str | None = None
     ) -> Attachment:
