@@ -17,6 +17,7 @@ from typing import Any, Literal
 import httpx
 
 from areal_agent.errors import GatewayError
+from areal_agent.tls import client_context
 
 Purpose = Literal["train", "eval", "rollout"]
 Outcome = Literal["finished", "failed", "timeout"]
@@ -153,6 +154,7 @@ class GatewayClient:
             headers={"authorization": f"Bearer {admin_key}"},
             timeout=timeout_s,
             transport=transport,
+            verify=client_context(self.url),
             trust_env=False,  # a proxy of the environment has no business between us and loopback
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=10.0),
         )
