@@ -9,7 +9,7 @@ import json
 import socket
 from pathlib import Path
 
-from areal_agent.config import RunConfig
+from areal_agent.config import GatewayConfig, RunConfig
 from areal_agent.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -40,16 +40,22 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def address(host: str, port: int, allow_remote: bool) -> None:
+def address(gateway: GatewayConfig) -> None:
     """Raises ConfigError when the gateway could not bind there, or should not."""
+    host, port = gateway.host, gateway.port
+    if bool(gateway.tls_cert) != bool(gateway.tls_key):
+        raise ConfigError("gateway.tls_cert and gateway.tls_key go together; only one of them is set")
+    for name in ("tls_cert", "tls_key"):
+        if (file := getattr(gateway, name)) and not Path(file).is_file():
+            raise ConfigError(f"gateway.{name} = {file}: there is no such file")
     try:
         loopback = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
     except ValueError:
         loopback = False
-    if not loopback and not allow_remote:
+    if not loopback and not gateway.allow_remote and not gateway.tls_cert:
         raise ConfigError(
             f"gateway.host={host} is not a loopback address: anybody who reaches it could try keys, and without TLS "
-            "read them. Set gateway.allow_remote=true if you mean it"
+            "read them. Set gateway.tls_cert and gateway.tls_key, or gateway.allow_remote=true if you mean it"
         )
     if port == 0:
         return
@@ -90,5 +96,5 @@ def before_start(config: RunConfig, *, trainer: bool) -> None:
     if trainer:
         trainable(config)
     model_folder(config.model)
-    address(config.gateway.host, config.gateway.port, config.gateway.allow_remote)
+    address(config.gateway)
     installed(trainer=trainer)

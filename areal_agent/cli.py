@@ -169,7 +169,7 @@ def gateway(
         raise ConfigError(f"{folder.path} has a config already; give --run-dir alone, or another folder")
     else:
         config = folder.read_config()
-        checks.address(config.gateway.host, config.gateway.port, config.gateway.allow_remote)
+        checks.address(config.gateway)
         checks.installed(trainer=False)
     folder.admin_key()
     typer.echo(f"admin key: {folder.path / 'admin.key'}")

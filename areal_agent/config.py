@@ -50,6 +50,44 @@ class RolloutConfig(Section):
         default=32, ge=0, description="consecutive sessions that may fail before the run stops and says why"
     )
     seed: int = Field(default=0, description="order of the tasks")
+    idle_timeout_s: float | None = Field(
+        default=None, gt=0, description="a session without a call for this long is sealed; None: never"
+    )
+    train_labels: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="label -> values: only calls that carry one of them are trained, others are context; empty: all",
+    )
+
+
+class RewardsConfig(Section):
+    """What several rewards of one session come to."""
+
+    rule: Literal["last", "sum"] = Field(
+        default="last", description="of rewards under different keys: the last one counts, or their sum"
+    )
+    turn_discount: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="what a call gets of the returns of the calls that continue it, along the tree",
+    )
+
+
+class OnlineConfig(Section):
+    """Somebody else's service as the agent: one project key, sessions found by header or conversation."""
+
+    enabled: bool = Field(default=False, description="accept calls under RUN_DIR/project.key")
+    idle_timeout_s: float = Field(
+        default=600.0, gt=0, description="an online session without a call for this long is sealed"
+    )
+    deadline_s: float = Field(
+        default=86400.0,
+        gt=0,
+        description="an online session is sealed this long after it began, at the latest",
+    )
+    close_on_reward: bool = Field(
+        default=True, description="a reward of the whole session seals it; one of a single reply never does"
+    )
 
 
 class EvalConfig(Section):
@@ -172,6 +210,10 @@ class GatewayConfig(Section):
     allow_remote: bool = Field(
         default=False, description="permit binding an address that is not loopback, without TLS"
     )
+    tls_cert: str = Field(
+        default="", description="PEM certificate chain; with it and tls_key the gateway speaks https"
+    )
+    tls_key: str = Field(default="", description="PEM private key of tls_cert")
     max_body_mib: float = Field(default=64.0, gt=0, description="largest request body, after decompression")
     renderer: str = Field(
         default="auto", description="message renderer; auto: by the model, else its chat template"
@@ -192,6 +234,8 @@ class RunConfig(Section):
     name: str = Field(default="run", description="name of the run, for its folder")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    online: OnlineConfig = Field(default_factory=OnlineConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     fleet: FleetConfig = Field(default_factory=FleetConfig)

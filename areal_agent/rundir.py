@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from pathlib import Path
 from typing import Any
 
 from areal_agent.config import RunConfig
 from areal_agent.errors import ConfigError
+from areal_agent.keyfile import shared_key
 
 
 class RunDir:
@@ -65,15 +65,11 @@ class RunDir:
 
     def admin_key(self) -> str:
         """The run's admin key, made (readable by its owner only) by whoever asks first."""
-        path = self.path / "admin.key"
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return path.read_text().strip()
-        key = secrets.token_urlsafe(32)
-        with os.fdopen(fd, "w") as f:
-            f.write(key)
-        return key
+        return shared_key(self.path / "admin.key")
+
+    def project_key(self) -> str:
+        """The key of online mode, made likewise; it makes calls and gives rewards, and opens no admin door."""
+        return shared_key(self.path / "project.key", "sk-areal-project-")
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A JSON object such as gateway.json or trainer.json; None while it is not there."""

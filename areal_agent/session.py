@@ -17,6 +17,7 @@ from typing import Any, Literal
 import httpx
 
 from areal_agent.errors import GatewayError
+from areal_agent.tls import client_context
 
 Purpose = Literal["train", "eval", "rollout"]
 Outcome = Literal["finished", "failed", "timeout"]
@@ -81,13 +82,34 @@ class Session:
     group_id: str = ""
     purpose: Purpose = "train"
 
-    async def reward(self, value: float | None, *, key: str | None = None, name: str = "reward") -> None:
-        """Record the session's reward; None means missing. The last one recorded counts.
+    async def reward(
+        self,
+        value: float | None,
+        *,
+        key: str | None = None,
+        name: str = "reward",
+        response_id: str | None = None,
+        call_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record a reward; None means missing. `rewards.rule` says what several come to.
 
         Args:
-            key: makes a repeated request count once; a fresh one is made when not given.
+            key: makes a repeated request count once; a fresh one is made when not given. The key's last value
+                counts.
+            name: `reward` is trained on; other names are kept and shown.
+            response_id, call_id: of this reply (`response.id` of any SDK) or call only. labels: of each call that
+                carries all of them. None of these: of the session.
+
+        Raises GatewayError (409) once the session is sealed.
         """
-        body = {"value": value, "key": key or uuid.uuid4().hex, "name": name}
+        body: dict[str, Any] = {"value": value, "key": key or uuid.uuid4().hex, "name": name}
+        if response_id is not None:
+            body["response_id"] = response_id
+        if call_id is not None:
+            body["call_id"] = call_id
+        if labels:
+            body["labels"] = dict(labels)
         await self.gateway.post(f"/admin/sessions/{self.id}/rewards", body, repeat=True)
 
     async def seal(self, outcome: Outcome = "finished", error: str | None = None) -> Sealed:
@@ -132,6 +154,7 @@ class GatewayClient:
             headers={"authorization": f"Bearer {admin_key}"},
             timeout=timeout_s,
             transport=transport,
+            verify=client_context(self.url),
             trust_env=False,  # a proxy of the environment has no business between us and loopback
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=10.0),
         )

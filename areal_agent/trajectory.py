@@ -8,6 +8,7 @@ that another sequence already trains, carry no loss.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -27,7 +28,13 @@ class Sequence:
         temperature: softmax temperature of the sampling distribution (> 0).
         reward: the session's reward; None when it is missing (which is not 0).
         session_id, group_id, task_id: where it comes from; GRPO compares within a group_id.
-        call_ids: the calls on the branch, root first.
+        call_ids: the calls on the branch, root first (C of them).
+        call_ends: [C] int, where each call's sampled tokens end: token `call_ends[i] - 1` is its last one.
+        call_rewards: [C] float or None, what was given to the call itself; None: nothing.
+        call_returns: [C] float or None, the call's own reward + `rewards.turn_discount` × the mean return of
+            the calls that continue it, the session's own reward being earned at the end of every branch.
+            Without rewards of single calls and with a discount of 1 all are `reward`.
+        call_labels: [C] the labels each call carried.
     """
 
     token_ids: Seq[int]
@@ -40,6 +47,10 @@ class Sequence:
     group_id: str
     task_id: str
     call_ids: Seq[str] = ()
+    call_ends: Seq[int] = ()
+    call_rewards: Seq[float | None] = ()
+    call_returns: Seq[float | None] = ()
+    call_labels: Seq[Mapping[str, str]] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions), len(self.loss_mask)}

@@ -3,7 +3,9 @@
 Layout for S sequences of lengths L_0..L_{S-1}, T = sum of them:
 `token_ids` [T] int32, `logprobs` [T] float32, `versions` [T] int32, `loss_mask` [T] bool,
 `cu_seqlens` [S+1] int32, `rewards` [S] float32 (NaN: missing), `temperatures` [S] float32;
-header key `areal`: {"format": 1, "lease_id", "version", "sequences": [{"session_id", ...}]}.
+header key `areal`: {"format": 1, "lease_id", "version", "sequences": [{"session_id", ...}]}; a sequence's
+entry has its ids and, with one value a call, `call_ids`, `call_ends`, `call_rewards`, `call_returns` and
+`call_labels` (those but the first are absent from blobs of older gateways, and then empty).
 
 Imported by the gateway and the trainer only: it needs numpy and safetensors, the base install does not.
 """
@@ -20,6 +22,7 @@ from safetensors.numpy import load, save
 from areal_agent.trajectory import Batch, Sequence
 
 FORMAT = 1
+CALL_COLUMNS = ("call_ids", "call_ends", "call_rewards", "call_returns", "call_labels")
 MEDIA_TYPE = "application/vnd.areal.batch+safetensors"
 
 
@@ -42,7 +45,7 @@ def pack(batch: Batch) -> bytes:
                 "session_id": s.session_id,
                 "group_id": s.group_id,
                 "task_id": s.task_id,
-                "call_ids": list(s.call_ids),
+                **{name: list(getattr(s, name)) for name in CALL_COLUMNS},
             }
             for s in seqs
         ],
@@ -84,7 +87,7 @@ def unpack(blob: bytes) -> Batch:
                 session_id=info["session_id"],
                 group_id=info["group_id"],
                 task_id=info["task_id"],
-                call_ids=tuple(info["call_ids"]),
+                **{name: tuple(info.get(name, ())) for name in CALL_COLUMNS},
             )
         )
     return Batch(lease_id=header["lease_id"], version=header["version"], sequences=tuple(sequences))

@@ -20,14 +20,15 @@ from pydantic import ValidationError
 from areal_agent.errors import EngineError, GatewayError, WeightUpdateError
 from areal_agent.trajectory import Trajectory
 from areal_agent.weights import Manifest
-from areal_agent.wire import MEDIA_TYPE, pack
+from areal_agent.wire import CALL_COLUMNS, MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
-from areal_gateway.fields import bad, choice, integer, labels, mapping, number, reward_value, text
+from areal_gateway.feedback import give
+from areal_gateway.fields import bad, choice, integer, labels, mapping, number, text
 from areal_gateway.fleet.types import EngineSampling, UnknownEngine
 from areal_gateway.http import Handler, admin_error, answer, guarded, read_json, route_of
 from areal_gateway.records import CallRecord, Outcome, Sampling, SessionHistory
-from areal_gateway.sessions import REWARD, summary
+from areal_gateway.sessions import summary
 from areal_gateway.trajectories import fold
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,9 @@ def _sampling(gateway: Gateway, body: dict[str, Any], purpose: str) -> Sampling:
 
 async def inspect_session(gateway: Gateway, request: web.Request) -> web.Response:
     history = await gateway.sessions.history(request.match_info["id"])
-    head = summary(history)
+    credit = gateway.sessions.credit
+    head = summary(history, credit)
+    own, returns = credit.of_calls(history), credit.returns(history, head["reward"])
     body = {
         **head,
         "task_id": history.session.task_id,
@@ -156,14 +159,22 @@ async def inspect_session(gateway: Gateway, request: web.Request) -> web.Respons
         "opened_version": history.session.opened_version,
         "opened_at": history.session.opened_at,
         "counts": head["calls"],
-        "calls": [_call(c, history) for c in history.calls],
+        "calls": [
+            {
+                **_call(c, history),
+                "reward_state": own[c.call_id][0],
+                "reward": own[c.call_id][1],
+                "return": returns[c.call_id],
+            }
+            for c in history.calls
+        ],
         "rewards": [asdict(r) for r in history.rewards],
     }
     open_session = gateway.sessions.get_open(history.session.session_id)
     body["running"] = sum(e.request.n for e in open_session.running) if open_session else 0
     body["last_error"] = open_session.last_error if open_session else None
     if request.query.get("trajectory", "0") not in ("0", "", "false"):
-        trajectory = await asyncio.to_thread(fold, history, body["reward"])
+        trajectory = await asyncio.to_thread(fold, history, body["reward"], credit)
         body["sequences"] = _sequences(trajectory)
     return answer(body)
 
@@ -205,7 +216,7 @@ def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
             "loss_mask": list(s.loss_mask),
             "temperature": s.temperature,
             "reward": s.reward,
-            "call_ids": list(s.call_ids),
+            **{name: list(getattr(s, name)) for name in CALL_COLUMNS},
         }
         for s in trajectory.sequences
     ]
@@ -213,12 +224,8 @@ def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 async def reward_session(gateway: Gateway, request: web.Request) -> web.Response:
     body = mapping(await read_json(request))
-    history = await gateway.sessions.reward(
-        request.match_info["id"],
-        key=text(body, "key"),
-        name=text(body, "name", REWARD),
-        value=reward_value(body),
-    )
+    text(body, "key")  # required here: this plane's clients repeat what was not answered
+    history = await give(gateway.sessions, request.match_info["id"], body)
     return answer({"session_id": history.session.session_id, "rewards": len(history.rewards)})
 
 
@@ -226,7 +233,8 @@ async def seal_session(gateway: Gateway, request: web.Request) -> web.Response:
     body = mapping(await read_json(request))
     outcome = Outcome(choice(body, "outcome", tuple(o.value for o in Outcome), Outcome.FINISHED.value))
     error = str(body.get("error") or "")[:ERROR_CHARS] or None
-    return answer(summary(await gateway.sessions.seal(request.match_info["id"], outcome, error)))
+    history = await gateway.sessions.seal(request.match_info["id"], outcome, error)
+    return answer(summary(history, gateway.sessions.credit))
 
 
 # -- trajectories ----------------------------------------------------------------------------------

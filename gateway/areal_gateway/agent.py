@@ -10,7 +10,6 @@ import hashlib
 import logging
 from typing import Any
 from urllib.parse import unquote
-from uuid import uuid4
 
 import orjson
 from aiohttp import web
@@ -19,10 +18,12 @@ from areal_agent.errors import GatewayError
 from areal_gateway import auth
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
-from areal_gateway.exchange import CallRequest, Exchange, exchange_id_of
-from areal_gateway.fields import reward_value, text
+from areal_gateway.exchange import CallRequest, Exchange
+from areal_gateway.feedback import give
+from areal_gateway.fields import mapping
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
-from areal_gateway.sessions import REWARD, Session
+from areal_gateway.online import Online
+from areal_gateway.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def routes(app: web.Application) -> None:
         app.router.add_post(prefix + "/v1/rewards", guarded(rewards, openai_error))
 
 
-async def authenticate(gateway: Gateway, request: web.Request) -> Session:
+async def authenticate(gateway: Gateway, request: web.Request) -> Session | Online:
+    """Whose calls these are: a session's, or the project's, which are told apart by what they say."""
     key = auth.presented_key(request)
     try:
         if key is None:
@@ -60,6 +62,8 @@ async def authenticate(gateway: Gateway, request: web.Request) -> Session:
                 status=401,
                 code="unauthorized",
             )
+        if gateway.project_key is not None and auth.same_key(key, gateway.project_key):
+            return gateway.online
         return await gateway.sessions.by_key(key)
     except GatewayError as e:
         if e.status == 401:
@@ -70,14 +74,20 @@ async def authenticate(gateway: Gateway, request: web.Request) -> Session:
 
 def completions(dialect: Dialect) -> Handler:
     async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
-        session = await authenticate(gateway, request)
+        caller = await authenticate(gateway, request)
+        session = caller if isinstance(caller, Session) else None
         try:
             body = await read_json(request)
-            asked = with_labels(dialect.read(body, session), request)
-            exchange = begin(gateway, session, dialect, asked, body, request)
+            asked = with_labels(dialect.read(body, caller), request)
+            digest = digest_of(dialect.name, body)
+            if isinstance(caller, Online):
+                session = await caller.session_for(asked, digest, request)
+            assert session is not None
+            exchange = begin(gateway, session, asked, digest, request)
         except GatewayError as e:
-            session.last_error = str(e)
-            log.info("session %s: request refused: %s", session.id, e)
+            if session is not None:
+                session.last_error = str(e)
+            log.info("session %s: request refused: %s", session.id if session else "(none yet)", e)
             raise
         served = Served(gateway.tokens, gateway.model)
         patient = "x-stainless-retry-count" in request.headers
@@ -100,21 +110,26 @@ def completions(dialect: Dialect) -> Handler:
 
 def count(counter: Counter) -> Handler:
     async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
-        session = await authenticate(gateway, request)
-        asked = counter.read(await read_json(request), session)
-        tokens = gateway.calls.count(session, asked)
+        caller = await authenticate(gateway, request)
+        body = await read_json(request)
+        asked = counter.read(body, caller)
+        known = caller.find(asked, b"", request) if isinstance(caller, Online) else caller
+        tokens = gateway.calls.count(known or gateway.online.blank(), asked)
         return web.Response(body=counter.reply(tokens), content_type=JSON)
 
     return handle
 
 
+def digest_of(dialect: str, body: Any) -> bytes:
+    return hashlib.blake2b(
+        dialect.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
+    ).digest()
+
+
 def begin(
-    gateway: Gateway, session: Session, dialect: Dialect, asked: CallRequest, body: Any, request: web.Request
+    gateway: Gateway, session: Session, asked: CallRequest, digest: bytes, request: web.Request
 ) -> Exchange:
     """The exchange that this request repeats, or a new one."""
-    digest = hashlib.blake2b(
-        dialect.name.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
-    ).digest()
     count = request.headers.get("x-stainless-retry-count", "0")
     retry_key = request.headers.get("Idempotency-Key")
     found = gateway.calls.find_retry(
@@ -200,24 +215,9 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
 
 async def rewards(gateway: Gateway, request: web.Request) -> web.Response:
     """An agent, or the service around it, rewards its own session; `response_id` says for which reply."""
-    session = await authenticate(gateway, request)
-    body = await read_json(request)
-    if not isinstance(body, dict):
-        raise GatewayError("the body must be a JSON object", status=400, code="invalid_request")
-    call_id = None
-    if (response_id := text(body, "response_id", "")) != "":
-        exchange_id = exchange_id_of(response_id)
-        found = [c for c in session.history.calls if exchange_id in (c.exchange_id, c.call_id)]
-        if not found:
-            raise GatewayError(
-                f"this session has no response {response_id!r}", status=404, code="unknown_response"
-            )
-        call_id = found[0].call_id
-    await gateway.sessions.reward(
-        session.id,
-        key=text(body, "key", "") or uuid4().hex,
-        name=text(body, "name", REWARD),
-        value=reward_value(body),
-        call_id=call_id,
-    )
-    return answer({"session_id": session.id})
+    caller = await authenticate(gateway, request)
+    body = mapping(await read_json(request))
+    if isinstance(caller, Online):
+        return answer({"session_id": await caller.reward(body, request)})
+    await give(gateway.sessions, caller.id, body)
+    return answer({"session_id": caller.id})

@@ -28,9 +28,11 @@ def create_app(
     tokens: Tokens,
     admin_key: str,
     events: EventBus | None = None,
+    project_key: str | None = None,
 ) -> web.Application:
     """The whole gateway as an aiohttp application; it owns none of its arguments.
 
+    `project_key` is that of online mode; None: there is none.
     Serve it with `handler_cancellation=True`, or a client that leaves goes unnoticed.
     """
     app = web.Application(client_max_size=int(config.gateway.max_body_mib * 2**20))
@@ -41,6 +43,7 @@ def create_app(
         tokens=tokens,
         admin_key=admin_key,
         events=events or EventBus(),
+        project_key=project_key,
     )
     agent.routes(app)
     admin.routes(app)

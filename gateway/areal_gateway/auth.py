@@ -6,16 +6,11 @@ nothing about the key), and never logged.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import os
 import secrets
-from pathlib import Path
 
 from aiohttp import web
-
-from areal_agent.errors import ConfigError
 
 SESSION_PREFIX = "sk-areal-"
 KEY_BYTES = 24
@@ -41,23 +36,3 @@ def presented_key(request: web.Request) -> str | None:
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
     return request.headers.get("x-api-key") or None
-
-
-def admin_key(run_dir: Path) -> str:
-    """Read RUN_DIR/admin.key, or make it (mode 600) when nobody did yet. Raises ConfigError."""
-    path, fresh = run_dir / "admin.key", run_dir / f".admin.key.{os.getpid()}"
-    try:
-        if not path.exists():
-            fresh.unlink(missing_ok=True)
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "w") as f:
-                f.write(secrets.token_urlsafe(KEY_BYTES) + "\n")
-            with contextlib.suppress(FileExistsError):  # somebody was faster: theirs is the key
-                os.link(fresh, path)
-            fresh.unlink()
-        key = path.read_text().strip()
-    except OSError as e:
-        raise ConfigError(f"cannot use {path}: {e}") from e
-    if not key:
-        raise ConfigError(f"{path} is empty; delete it, and a new key is made")
-    return key

@@ -261,6 +261,7 @@ class Calls:
         try:
             await written
         except LedgerError as e:
+            session.withdraw(record)
             raise GatewayError(
                 f"the reply could not be recorded: {e}", status=500, code="ledger_error"
             ) from e

@@ -14,12 +14,15 @@ from aiohttp import web
 from areal_agent.config import RunConfig
 from areal_agent.weights import Manifest
 from areal_gateway.calls import Calls, Fleet
+from areal_gateway.credit import Credit
 from areal_gateway.events import EventBus
 from areal_gateway.fleet.probe import ProbeReply
 from areal_gateway.fleet.types import EngineSampling
 from areal_gateway.leases import Leases
 from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import FleetCollector, Metrics
+from areal_gateway.online import TASK as ONLINE_TASK
+from areal_gateway.online import Online
 from areal_gateway.sessions import Sessions
 from areal_gateway.tokens import Tokens
 
@@ -68,24 +71,34 @@ class Gateway:
         tokens: Tokens,
         admin_key: str,
         events: EventBus,
+        project_key: str | None = None,
     ) -> None:
         self.config = config
         self.fleet = fleet
         self.ledger = ledger
         self.tokens = tokens
         self.admin_key = admin_key
+        self.project_key = project_key
         self.events = events
         self.metrics = Metrics()
         self.metrics.registry.register(FleetCollector(fleet.status))
-        self.leases = Leases(ledger, events, self.metrics)
+        credit = Credit.of(config)
+        self.leases = Leases(ledger, events, self.metrics, credit)
         self.sessions = Sessions(
             ledger,
             events,
             self.metrics,
             grace_s=config.rollout.reward_timeout_s,
+            idle_s=lambda s: (
+                config.online.idle_timeout_s
+                if s.task_id.startswith(ONLINE_TASK)
+                else config.rollout.idle_timeout_s
+            ),
             seed=config.sampling.seed,
+            credit=credit,
             on_open=self.leases.opened,
             on_seal=self.leases.sealed,
+            on_withdraw=self.leases.withdrawn,
         )
         self.calls = Calls(
             fleet=fleet,
@@ -103,6 +116,7 @@ class Gateway:
         self.leases.restore()
         for session in self.sessions.running():
             self.calls.restore(session)
+        self.online = Online(config, self.sessions, ledger, lambda: fleet.version)
 
     async def watch(self) -> None:
         """Runs for ever: deadlines of sessions and leases, and the event loop's lag."""

@@ -22,12 +22,12 @@ from uuid import uuid4
 
 from areal_agent.errors import GatewayError
 from areal_agent.trajectory import Batch
+from areal_gateway.credit import Credit
 from areal_gateway.events import EventBus
 from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import Metrics
 from areal_gateway.records import LeaseEnd, LeaseRecord, SealRecord, SessionRecord
 from areal_gateway.rows import lease_end_row, lease_rows
-from areal_gateway.sessions import reward_of
 from areal_gateway.trajectories import fold
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,10 @@ def describe(group: Group) -> str:
 class Leases:
     """Who trains what. All methods run on the event loop."""
 
-    def __init__(self, ledger: Ledger, events: EventBus, metrics: Metrics) -> None:
+    def __init__(
+        self, ledger: Ledger, events: EventBus, metrics: Metrics, credit: Credit | None = None
+    ) -> None:
+        self._credit = credit or Credit()
         self._ledger = ledger
         self._events = events
         self._metrics = metrics
@@ -168,6 +171,14 @@ class Leases:
             )
         group.session_ids.append(session.session_id)
         group.opened_version = min(group.opened_version, session.opened_version)
+
+    def withdrawn(self, session: SessionRecord) -> None:
+        """The ledger could not take the session that was just opened: its place is free again."""
+        if (group := self._groups.get(session.group_id)) is None or session.purpose != "train":
+            return
+        group.session_ids.remove(session.session_id)
+        if not group.session_ids:
+            del self._groups[group.group_id]
 
     def sealed(self, session: SessionRecord, seal: SealRecord) -> None:
         group = self._groups.get(session.group_id)
@@ -281,14 +292,16 @@ class Leases:
         sequences = []
         for session_id in session_ids:
             history = histories[session_id]
-            sequences.extend(fold(history, reward_of(history)[1]).sequences)
+            reward = self._credit.of_session(history)[1]
+            sequences.extend(fold(history, reward, self._credit).sequences)
         return Batch(lease.lease_id, lease.version, tuple(sequences))
 
     async def ack(self, lease_id: str) -> None:
         """The batch was trained. Raises GatewayError: 404 unknown, 409 when the lease ended otherwise."""
         self.expire()
         end = self._ended.get(lease_id)
-        if end is LeaseEnd.ACK:
+        if end is LeaseEnd.ACK:  # a first ack may have failed for want of room: write it now, or wait for it
+            await self._ledger.append(lease_end_row(lease_id, end, time.time()))
             return
         if end is not None or lease_id not in self._leases:
             raise _ended_error(lease_id, end)

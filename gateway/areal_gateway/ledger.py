@@ -27,15 +27,24 @@ from areal_agent.errors import ArealError, ConfigError
 from areal_gateway.records import (
     LeaseEnd,
     LeaseRecord,
-    RewardRecord,
     SealRecord,
     SessionHistory,
     SessionRecord,
 )
-from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_seal, read_session
-from areal_gateway.schema import SCHEMA, SCHEMA_VERSION
+from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_reward, read_seal, read_session
+from areal_gateway.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
+
+BUSY_S = 30.0
+"""Longest a write waits for another program that holds the file, a backup for instance."""
+
+PAGE_BYTES = 1024
+"""A call's row is 1 to 20 kB, and SQLite leaves the rest of a row's last page empty: with its 4 kB pages, rows
+of 2.7 kB cost 1.57 times their bytes, with these 1.18 times. Files made before keep theirs."""
+
+CHECKPOINT_PAGES = 4000
+"""The write-ahead log is folded into the file every 4 MB, as with SQLite's own page size."""
 
 GROUP_LIMIT = 1024
 """Most rows in one commit; bounds how long the first of them waits for the last."""
@@ -126,7 +135,7 @@ class Ledger:
     def _commit(self, group: list[_Item]) -> None:
         try:
             self._transaction(rows for rows, _ in group)
-        except sqlite3.Error as e:
+        except Exception as e:  # not SQLite's only: a value it cannot hold must not end the writer either
             if len(group) == 1:
                 log.error("ledger write failed: %s", e)
                 group[0][1](e)
@@ -138,17 +147,20 @@ class Ledger:
             settled(None)
 
     def _transaction(self, items: Iterable[list[Row]]) -> None:
+        written = 0
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             for rows in items:
                 for sql, values in rows:
                     self._writer.execute(sql, values)
-                    self.rows += 1
+                    written += 1
             self._writer.execute("COMMIT")
-            self.commits += 1
         except BaseException:
-            self._writer.execute("ROLLBACK")
+            if self._writer.in_transaction:  # a full disk may have ended it already
+                self._writer.execute("ROLLBACK")
             raise
+        self.commits += 1
+        self.rows += written
 
     def close(self) -> None:
         """Write what is queued, then close. Further appends raise."""
@@ -181,6 +193,21 @@ class Ledger:
         rows = self._select("SELECT session_id FROM sessions WHERE key_hash = ?", (key_hash,))
         return rows[0][0] if rows else None
 
+    def session_of_exchange(self, exchange_id: str, task_prefix: str) -> str | None:
+        """The session of a reply, among those whose task id begins with `task_prefix`. Reads every call."""
+        rows = self._select(
+            "SELECT c.session_id FROM calls c JOIN sessions s ON s.session_id = c.session_id "
+            "WHERE (c.exchange_id = ? OR c.call_id = ?) AND substr(s.task_id, 1, ?) = ?",
+            (exchange_id, exchange_id, len(task_prefix), task_prefix),
+        )
+        return rows[0][0] if rows else None
+
+    def latest_session_of_task(self, task_id: str) -> str | None:
+        rows = self._select(
+            "SELECT session_id FROM sessions WHERE task_id = ? ORDER BY admitted DESC LIMIT 1", (task_id,)
+        )
+        return rows[0][0] if rows else None
+
     def histories(self, session_ids: Iterable[str]) -> dict[str, SessionHistory]:
         """Everything about these sessions; unknown ids are left out."""
         out: dict[str, SessionHistory] = {}
@@ -208,9 +235,9 @@ class Ledger:
                     )
                 },
                 rewards=[
-                    RewardRecord(*r)
+                    read_reward(r)
                     for r in self._select(
-                        "SELECT session_id, key, name, value, call_id, at FROM rewards "
+                        "SELECT session_id, key, name, value, call_id, at, labels FROM rewards "
                         "WHERE session_id = ? ORDER BY seq",
                         one,
                     )
@@ -263,9 +290,8 @@ def _lock(path: Path) -> Any:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     db.execute("PRAGMA recursive_triggers = ON")  # so that INSERT OR REPLACE meets the delete trigger too
-    db.execute("PRAGMA busy_timeout = 30000")
     return db
 
 
@@ -277,7 +303,9 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
                 f"the ledger {path} has schema {found}, written by a newer areal-agent; this one reads up to "
                 f"{SCHEMA_VERSION}: use that version, or another run folder"
             )
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.execute("PRAGMA synchronous = FULL")
         if found == 0:
             others = db.execute("SELECT name FROM sqlite_master").fetchall()
@@ -286,6 +314,14 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
                     f"{path} is an SQLite file, but no ledger of areal-agent; name another file"
                 )
             db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif found < SCHEMA_VERSION:
+            steps = "".join(MIGRATIONS[v] for v in range(found, SCHEMA_VERSION))
+            db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            log.info("ledger %s: schema %d brought to %d", path, found, SCHEMA_VERSION)
+        if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise ConfigError(
+                f"the ledger {path} is damaged: {damage}; restore a copy, or use another run folder"
+            )
     except sqlite3.DatabaseError as e:
         raise ConfigError(f"cannot open the ledger {path}: {e}") from e
 

@@ -137,7 +137,10 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class RewardRecord:
-    """A verdict on a session. `value` None says missing, which is not 0. `call_id`: what it was about."""
+    """A verdict on a session, on one of its calls (`call_id`), or on its calls that carry `labels`.
+
+    `value` None says missing, which is not 0.
+    """
 
     session_id: str
     key: str
@@ -145,6 +148,11 @@ class RewardRecord:
     value: float | None
     call_id: str | None
     at: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def about_session(self) -> bool:
+        return self.call_id is None and not self.labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ def delivery_row(call_id: str, at: float) -> Row:
 
 def reward_row(r: RewardRecord) -> Row:
     return (
-        "INSERT INTO rewards (session_id, key, name, value, call_id, at) VALUES (?,?,?,?,?,?)",
-        (r.session_id, r.key, r.name, r.value, r.call_id, r.at),
+        "INSERT INTO rewards (session_id, key, name, value, call_id, at, labels) VALUES (?,?,?,?,?,?,?)",
+        (r.session_id, r.key, r.name, r.value, r.call_id, r.at, _json(r.labels) if r.labels else None),
     )
 
 
@@ -135,7 +135,8 @@ def lease_rows(lease: LeaseRecord) -> list[Row]:
 
 
 def lease_end_row(lease_id: str, kind: LeaseEnd, at: float) -> Row:
-    return "INSERT INTO lease_ends VALUES (?,?,?)", (lease_id, kind.value, at)
+    """A lease ends once: a repeated ack is no new fact."""
+    return "INSERT OR IGNORE INTO lease_ends VALUES (?,?,?)", (lease_id, kind.value, at)
 
 
 def _json(value: Any) -> bytes:
@@ -150,6 +151,10 @@ def read_session(row: tuple[Any, ...]) -> SessionRecord:
 
 def read_seal(row: tuple[Any, ...]) -> SealRecord:
     return SealRecord(row[0], Outcome(row[1]), *row[2:])
+
+
+def read_reward(row: tuple[Any, ...]) -> RewardRecord:
+    return RewardRecord(*row[:6], labels=orjson.loads(row[6]) if row[6] else {})
 
 
 def read_call(row: tuple[Any, ...], tool_lists: dict[bytes, list[Any]]) -> CallRecord:

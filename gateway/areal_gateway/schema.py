@@ -1,12 +1,22 @@
 """The ledger's tables. Invariant: every table has triggers that refuse UPDATE and DELETE.
 
 Blobs are little-endian int32 (ids) and float32 (logprobs); JSON is UTF-8. A change here raises
-SCHEMA_VERSION; an older program refuses a newer file instead of misreading it.
+SCHEMA_VERSION and adds a migration; an older program refuses a newer file instead of misreading it.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+NO_ORPHANS = (
+    "CREATE TRIGGER calls_have_parents BEFORE INSERT ON calls WHEN NEW.parent_id IS NOT NULL "
+    "AND NOT EXISTS (SELECT 1 FROM calls WHERE call_id = NEW.parent_id) "
+    "BEGIN SELECT RAISE(ABORT, 'the call that this one continues was never written'); END;"
+)
+"""A call whose parent could not be written would lack the tokens that it begins with."""
+
+MIGRATIONS = {1: "ALTER TABLE rewards ADD COLUMN labels BLOB;" + NO_ORPHANS}
+"""From a version to the next. Only additions: rows that are there stay as they were written."""
 
 _COLUMNS = {
     "sessions": """
@@ -26,7 +36,7 @@ _COLUMNS = {
     "deliveries": "call_id TEXT PRIMARY KEY, at REAL NOT NULL",
     "rewards": """
         seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL, key TEXT NOT NULL, name TEXT NOT NULL,
-        value REAL, call_id TEXT, at REAL NOT NULL""",
+        value REAL, call_id TEXT, at REAL NOT NULL, labels BLOB""",
     "seals": """
         session_id TEXT PRIMARY KEY, outcome TEXT NOT NULL, error TEXT, reward REAL,
         trained_tokens INTEGER NOT NULL, oldest_version INTEGER, multi_version_calls INTEGER NOT NULL,
@@ -49,5 +59,5 @@ SCHEMA = "".join(
 ) + (
     "CREATE INDEX calls_by_session ON calls (session_id);"
     "CREATE INDEX rewards_by_session ON rewards (session_id);"
-    "CREATE INDEX sessions_by_group ON sessions (group_id);"
+    "CREATE INDEX sessions_by_group ON sessions (group_id);" + NO_ORPHANS
 )

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from areal_agent.config import GatewayConfig, RunConfig
 from areal_agent.errors import ConfigError
-from areal_gateway import auth
+from areal_agent.rundir import RunDir
 from areal_gateway.app import create_app
 from areal_gateway.core import GatewayFleet
 from areal_gateway.events import EventBus
@@ -82,7 +83,7 @@ async def _run(run_dir: Path, config: RunConfig, sock: socket.socket, stopped: a
     from areal_gateway.fleet import Fleet
 
     tokens = Tokens.load(config.model, config.gateway, config.fleet.max_model_len)
-    key = auth.admin_key(run_dir)
+    key = RunDir(run_dir).admin_key()
     events = EventBus()
 
     def on_event(event: dict) -> None:
@@ -112,13 +113,21 @@ async def _answer(
     events: EventBus,
 ) -> None:
     """Serve until cancelled."""
-    app = create_app(config=config, fleet=fleet, ledger=ledger, tokens=tokens, admin_key=key, events=events)
+    app = create_app(
+        config=config,
+        fleet=fleet,
+        ledger=ledger,
+        tokens=tokens,
+        admin_key=key,
+        events=events,
+        project_key=RunDir(run_dir).project_key() if config.online.enabled else None,
+    )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     where = run_dir / "gateway.json"
     try:
-        await web.SockSite(runner, sock).start()
-        url = _url(sock)
+        await web.SockSite(runner, sock, ssl_context=tls(config.gateway)).start()
+        url = _url(sock, "https" if config.gateway.tls_cert else "http")
         _write(where, {"url": url, "pid": os.getpid()})
         log.info("gateway answers at %s, %s tokens of context, renderer %s", url, tokens.context, tokens.name)
         await asyncio.Event().wait()
@@ -134,10 +143,11 @@ def bind(config: GatewayConfig) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"gateway.host = {config.host!r} is no address of this machine: {e}") from e
     family, kind, protocol, _, address = found[0]
-    if not ipaddress.ip_address(address[0]).is_loopback and not config.allow_remote:
+    loopback = ipaddress.ip_address(address[0]).is_loopback
+    if not loopback and not config.allow_remote and not config.tls_cert:
         raise ConfigError(
-            f"gateway.host = {config.host!r} can be reached from other machines, without TLS; use 127.0.0.1, or set "
-            "gateway.allow_remote when that is meant"
+            f"gateway.host = {config.host!r} can be reached from other machines, without TLS; use 127.0.0.1, set "
+            "gateway.tls_cert and gateway.tls_key, or gateway.allow_remote when that is meant"
         )
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,11 +162,25 @@ def bind(config: GatewayConfig) -> socket.socket:
     return sock
 
 
-def _url(sock: socket.socket) -> str:
+def tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError when certificate and key cannot be used together."""
+    if not config.tls_cert and not config.tls_key:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key or None)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(
+            f"gateway.tls_cert = {config.tls_cert!r} and gateway.tls_key = {config.tls_key!r} cannot be used: {e}"
+        ) from e
+    return context
+
+
+def _url(sock: socket.socket, scheme: str) -> str:
     host, port = sock.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if sock.family == socket.AF_INET else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _write(path: Path, value: dict) -> None:

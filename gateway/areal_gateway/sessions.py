@@ -19,8 +19,9 @@ from uuid import uuid4
 
 from areal_agent.errors import GatewayError
 from areal_gateway import auth
+from areal_gateway.credit import Credit
 from areal_gateway.events import EventBus
-from areal_gateway.ledger import Ledger
+from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
 from areal_gateway.records import (
     CallRecord,
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REWARD = "reward"
-"""The name of the reward that a trajectory carries; others are kept and shown."""
-
 SEAL_WAIT_S = 10.0
 """Longest a seal waits for the calls it aborted to be written down."""
 
@@ -60,6 +58,8 @@ class Session:
         self.exchanges: dict[bytes, list[Exchange]] = {}
         """Exchanges by digest of the request, in order: where retries find what they repeat."""
         self.sealing: asyncio.Task[SealRecord] | None = None
+        self.active_at = max([record.opened_at, *(c.ended_at for c in self.history.calls)])
+        """When a call last ended, or the session was opened (seconds since 1970)."""
         self.last_error: str | None = None
 
     @property
@@ -72,6 +72,12 @@ class Session:
 
     def add(self, call: CallRecord) -> None:
         self.history.calls.append(call)
+        self.active_at = max(self.active_at, call.ended_at)
+
+    def withdraw(self, call: CallRecord) -> None:
+        """The ledger could not take this call: nothing may continue it, and no fold may count it."""
+        self.history.calls.remove(call)
+        self.tree.remove(call.call_id)
 
     def conversation(self, exchange_id: str) -> list[dict[str, Any]] | None:
         """All messages of an earlier exchange, its reply last; None where this session has no such reply."""
@@ -81,19 +87,11 @@ class Session:
         return None
 
 
-def reward_of(history: SessionHistory) -> tuple[str, float | None]:
-    """(state, value): the last written reward of the name `reward` wins. Sealed without one is missing."""
-    for r in reversed(history.rewards):
-        if r.name == REWARD:
-            return ("missing", None) if r.value is None else ("set", r.value)
-    return ("missing" if history.seal else "pending"), None
-
-
-def summary(history: SessionHistory) -> dict[str, Any]:
+def summary(history: SessionHistory, credit: Credit) -> dict[str, Any]:
     """What a seal answers, and the head of an inspection."""
-    state, value = reward_of(history)
+    state, value = credit.of_session(history)
     seal = history.seal
-    trained = seal.trained_tokens if seal else fold(history, value).trained_tokens
+    trained = seal.trained_tokens if seal else fold(history, value, credit).trained_tokens
     return {
         "session_id": history.session.session_id,
         "state": "sealed" if seal else "open",
@@ -116,19 +114,25 @@ class Sessions:
         metrics: Metrics,
         *,
         grace_s: float,
+        idle_s: Callable[[SessionRecord], float | None],
         seed: int | None,
+        credit: Credit,
         on_open: Callable[[SessionRecord], None],
         on_seal: Callable[[SessionRecord, SealRecord], None],
+        on_withdraw: Callable[[SessionRecord], None],
     ) -> None:
         self._ledger = ledger
         self._events = events
         self._metrics = metrics
         self._grace_s = grace_s
+        self._idle_s = idle_s
         self._seed = seed
+        self.credit = credit
         self._opened_per_task: Counter[tuple[str, str]] = Counter()
         """Sessions by (purpose, task): which repetition a session is, for its seed."""
         self._on_open = on_open
         self._on_seal = on_seal
+        self._on_withdraw = on_withdraw
         self._open: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._admitted = 0
@@ -138,7 +142,7 @@ class Sessions:
         """Bring back what an earlier process wrote. Call once, before serving."""
         for record, seal in self._ledger.sessions():
             self._admitted = record.admitted + 1
-            self._opened_per_task[record.purpose, record.task_id] += 1
+            self._count(record)
             self._on_open(record)
             if seal is not None:
                 self.sealed_count += 1
@@ -152,6 +156,16 @@ class Sessions:
     def _remember(self, session: Session) -> None:
         self._open[session.id] = session
         self._by_key[session.record.key_hash] = session
+        self._metrics.sessions.set(len(self._open))
+
+    def _count(self, record: SessionRecord) -> None:
+        """Only where seeds depend on it: a service's sessions are each a task of their own, without end."""
+        if self._seed is not None:
+            self._opened_per_task[record.purpose, record.task_id] += 1
+
+    def _forget(self, session: Session) -> None:
+        del self._open[session.id]
+        del self._by_key[session.record.key_hash]
         self._metrics.sessions.set(len(self._open))
 
     @property
@@ -179,8 +193,8 @@ class Sessions:
         """
         key = auth.new_session_key()
         session_id = f"ses_{uuid4().hex}"
-        repetition = self._opened_per_task[purpose, task_id]
         if sampling.seed is None and self._seed is not None:
+            repetition = self._opened_per_task[purpose, task_id]
             sampling = replace(sampling, seed=session_seed(self._seed, purpose, task_id, repetition))
         record = SessionRecord(
             session_id=session_id,
@@ -198,10 +212,16 @@ class Sessions:
         )
         self._on_open(record)  # refuses a group that is full or of another size
         self._admitted += 1
-        self._opened_per_task[purpose, task_id] += 1
+        self._count(record)
         session = Session(record)
         self._remember(session)
-        await self._ledger.append(session_row(record))
+        try:
+            await self._ledger.append(session_row(record))
+        except LedgerError:  # nobody has its key; left behind it would keep its group open until its deadline
+            self._forget(session)
+            self._opened_per_task.subtract([(purpose, task_id)] if self._seed is not None else [])
+            self._on_withdraw(record)
+            raise
         log.info("session %s opened: task %s, group %s, %s", session_id, task_id, record.group_id, purpose)
         self._events.publish(
             "session_opened", session_id=session_id, task_id=task_id, group_id=record.group_id
@@ -236,23 +256,46 @@ class Sessions:
         return found[session_id]
 
     async def reward(
-        self, session_id: str, *, key: str, name: str, value: float | None, call_id: str | None = None
+        self,
+        session_id: str,
+        *,
+        key: str,
+        name: str,
+        value: float | None,
+        call_id: str | None = None,
+        labels: dict[str, str] | None = None,
     ) -> SessionHistory:
-        """Add a reward. The same key, name and value again is no new fact, also after the seal.
+        """Add a reward of the session, of one of its calls, or of its calls with these labels.
 
-        Raises GatewayError: 409 when the session is sealed, 404 when it is unknown.
+        The same key, name, value and subject again is no new fact, also after the seal.
+        Raises GatewayError: 409 when the session is sealed, 404 when it or the call is unknown, 400 for two subjects.
         """
         session = self._open.get(session_id)
         history = session.history if session else await self.history(session_id)
-        known = [r for r in history.rewards if r.key == key and r.name == name]
+        record = RewardRecord(session_id, key, name, value, call_id, time.time(), labels or {})
+        if call_id is not None and record.labels:
+            raise GatewayError(
+                "a reward is of one call or of calls with labels, not both",
+                status=400,
+                code="invalid_request",
+            )
+        if call_id is not None and all(c.call_id != call_id for c in history.calls):
+            raise GatewayError(
+                f"session {session_id} has no call {call_id!r}", status=404, code="unknown_call"
+            )
+        subject = (key, name, call_id, record.labels)
+        known = [r for r in history.rewards if (r.key, r.name, r.call_id, r.labels) == subject]
         if known and known[-1].value == value:
             await self._ledger.append()  # a first one still on its way to the disk is waited for
             return history
         if session is None or session.sealing is not None:
             raise sealed_error(session_id)
-        record = RewardRecord(session_id, key, name, value, call_id, time.time())
         history.rewards.append(record)
-        await self._ledger.append(reward_row(record))
+        try:
+            await self._ledger.append(reward_row(record))
+        except LedgerError:
+            history.rewards.remove(record)  # it is not in the ledger, so a repetition has to write it
+            raise
         self._events.publish("reward", session_id=session_id, name=name, value=value)
         return history
 
@@ -286,9 +329,9 @@ class Sessions:
             if late:
                 log.error("session %s: %d calls did not stop within %g s", session.id, len(late), SEAL_WAIT_S)
         history = session.history
-        _, value = reward_of(history)
-        trajectory = fold(history, value)
-        trained = trainable_calls(history)
+        _, value = self.credit.of_session(history)
+        trajectory = fold(history, value, self.credit)
+        trained = trainable_calls(history, self.credit)
         seal = SealRecord(
             session_id=session.id,
             outcome=outcome,
@@ -306,10 +349,8 @@ class Sessions:
         except BaseException:
             session.sealing = None  # it is not sealed; whoever asked hears why and may ask again
             raise
-        del self._open[session.id]
-        del self._by_key[session.record.key_hash]
+        self._forget(session)
         self.sealed_count += 1
-        self._metrics.sessions.set(len(self._open))
         self._on_seal(session.record, seal)
         counts = dict(Counter(c.state.value for c in history.calls))
         if not counts and session.record.purpose != "rollout":
@@ -342,7 +383,10 @@ class Sessions:
         """Abort what runs past a session's deadline; seal it when nobody did within the grace for rewards."""
         now = time.time()
         for session in list(self._open.values()):
-            if now < session.deadline or session.sealing is not None:
+            if session.sealing is not None:
+                continue
+            if now < session.deadline:
+                await self._seal_if_idle(session, now)
                 continue
             for exchange in list(session.running):
                 exchange.abort(deadline_error(session))
@@ -351,6 +395,13 @@ class Sessions:
                     "session %s: nobody sealed it, its deadline was %.0f s ago", session.id, self._grace_s
                 )
                 await self.seal(session.id, Outcome.TIMEOUT, "deadline passed, never sealed")
+
+    async def _seal_if_idle(self, session: Session, now: float) -> None:
+        idle_s = self._idle_s(session.record)
+        if idle_s is None or session.running or now < session.active_at + idle_s:
+            return
+        log.info("session %s: no call for %.0f s, sealed", session.id, now - session.active_at)
+        await self.seal(session.id, Outcome.TIMEOUT, f"no call for {idle_s:g} s")
 
 
 def session_seed(run_seed: int, purpose: str, task_id: str, repetition: int) -> int:

@@ -7,19 +7,24 @@ carries any. The columns hold what the engine saw and sampled, in that order: no
 from __future__ import annotations
 
 from areal_agent.trajectory import NOT_SAMPLED, Sequence, Trajectory
+from areal_gateway.credit import Credit
 from areal_gateway.records import EXACT, CallRecord, SessionHistory
 
+DEFAULT = Credit()
+"""Every call is trained, and the last reward counts."""
 
-def fold(history: SessionHistory, reward: float | None) -> Trajectory:
+
+def fold(history: SessionHistory, reward: float | None, credit: Credit = DEFAULT) -> Trajectory:
     """Sequences are the branches root -> leaf of the session's call tree, in the order of their leaves.
 
-    A call is trained when it ended `complete` or `truncated` and the agent got the reply: its last byte was
-    delivered, or a later call continues it. Other calls are context where a trained call continues them,
-    else they are left out. A reply that several branches share carries loss in the first of them.
+    A call is trained when it ended `complete` or `truncated`, the agent got the reply (its last byte was
+    delivered, or a later call continues it), and its labels are among those to be trained. Other calls are
+    context where a trained call continues them, else they are left out. A reply that several branches share
+    carries loss in the first of them.
     Raises ValueError when the ledger's ids do not fit together.
     """
     calls = {c.call_id: c for c in history.calls}
-    trainable = trainable_calls(history)
+    trainable = trainable_calls(history, credit)
     needed = set()
     for call_id in trainable:
         at: str | None = call_id
@@ -29,6 +34,7 @@ def fold(history: SessionHistory, reward: float | None) -> Trajectory:
     inner = {calls[c].parent_id for c in needed}
 
     session = history.session
+    own, returns = credit.of_calls(history), credit.returns(history, reward)
     taken: set[str] = set()
     sequences = []
     for leaf in history.calls:
@@ -48,18 +54,25 @@ def fold(history: SessionHistory, reward: float | None) -> Trajectory:
                     group_id=session.group_id,
                     task_id=session.task_id,
                     call_ids=tuple(c.call_id for c in branch),
+                    call_ends=tuple(c.prompt_length + len(c.output_ids) for c in branch),
+                    call_rewards=tuple(own[c.call_id][1] for c in branch),
+                    call_returns=tuple(returns[c.call_id] for c in branch),
+                    call_labels=tuple({**session.labels, **c.labels} for c in branch),
                 )
             )
     return Trajectory(session.session_id, session.group_id, session.task_id, reward, tuple(sequences))
 
 
-def trainable_calls(history: SessionHistory) -> set[str]:
+def trainable_calls(history: SessionHistory, credit: Credit = DEFAULT) -> set[str]:
     """Ids of the calls whose sampled tokens are trained."""
     continued = {c.parent_id for c in history.calls}
     return {
         c.call_id
         for c in history.calls
-        if c.state in EXACT and c.output_ids and (c.call_id in history.delivered or c.call_id in continued)
+        if c.state in EXACT
+        and c.output_ids
+        and (c.call_id in history.delivered or c.call_id in continued)
+        and credit.trains(c, history.session.labels)
     }
 
 

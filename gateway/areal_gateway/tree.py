@@ -108,6 +108,10 @@ class CallTree:
     def node(self, call_id: str) -> Node | None:
         return self._by_id.get(call_id)
 
+    def depth(self, keys: list[bytes]) -> int:
+        """Messages of the deepest stored conversation that a request with this chain extends; 0: none."""
+        return next((n for n in range(len(keys) - 2, 0, -1) if self._by_key.get(keys[n])), 0)
+
     def attach(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], after: str | None = None
     ) -> Attachment:
@@ -158,6 +162,11 @@ class CallTree:
         self._seen.add(key)
         self._longest = max(self._longest, node.length)
         return node
+
+    def remove(self, call_id: str) -> None:
+        """Forget a call that nothing may continue after all; one that is not there is none of them."""
+        if (node := self._by_id.pop(call_id, None)) is not None:
+            self._by_key[node.key].remove(node)
 
     def restore(self, record: CallRecord) -> None:
         """Add a call read back from the ledger; its parent must have been restored before."""

@@ -33,6 +33,7 @@ from areal_gateway.ledger import Ledger
 from areal_gateway.tokens import QWEN3_TOKENS, Tokens
 
 ADMIN_KEY = "admin-key-of-the-tests"
+PROJECT_KEY = "sk-areal-project-of-the-tests"
 CONTEXT = 4096
 
 TRAINING_TEXT = [
@@ -298,7 +299,14 @@ def make_app(tokens: Tokens, folder: Path, **settings: Any) -> Served:
     config = RunConfig.parse({"model": "models/policy", **settings})
     fleet = ScriptedFleet(tokens)
     ledger = Ledger(folder / "ledger.sqlite")
-    app = create_app(config=config, fleet=fleet, ledger=ledger, tokens=tokens, admin_key=ADMIN_KEY)
+    app = create_app(
+        config=config,
+        fleet=fleet,
+        ledger=ledger,
+        tokens=tokens,
+        admin_key=ADMIN_KEY,
+        project_key=PROJECT_KEY if config.online.enabled else None,
+    )
     return Served(app, fleet, ledger)
 
 

@@ -178,6 +178,25 @@ async def test_a_newer_file_is_refused_with_a_sentence(path: Path) -> None:
         Ledger(path)
 
 
+async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(path: Path) -> None:
+    ledger = Ledger(path)
+    await ledger.append(session_row(session()), reward_row(RewardRecord("s0", "k", "reward", 0.5, None, 3.0)))
+    ledger.close()
+    with sqlite3.connect(path) as db:  # as schema 1 was
+        db.execute("DROP TRIGGER calls_have_parents")
+        db.execute("ALTER TABLE rewards DROP COLUMN labels")
+        db.execute("PRAGMA user_version = 1")
+    again = Ledger(path)
+    labelled = RewardRecord("s0", "k", "reward", 1.0, None, 4.0, {"role": "solver"})
+    await again.append(reward_row(labelled))
+    rewards = again.histories(["s0"])["s0"].rewards
+    assert [(r.value, r.labels) for r in rewards] == [(0.5, {}), (1.0, {"role": "solver"})]
+    with pytest.raises(LedgerError, match="never written"):
+        await again.append(*call_rows(call("c1", parent_id="c0")))
+    again.close()
+    Ledger(path).close()
+
+
 def test_a_file_that_is_no_ledger_is_refused(path: Path) -> None:
     path.write_bytes(b"x" * 4096)
     with pytest.raises(ConfigError, match="cannot open the ledger"):

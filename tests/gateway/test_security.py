@@ -13,7 +13,6 @@ from gateway_support import ADMIN_KEY, Served, make_app
 
 from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError
-from areal_gateway import auth
 from areal_gateway.server import bind
 from areal_gateway.tokens import Tokens
 
@@ -127,14 +126,6 @@ async def test_a_fault_of_ours_shows_no_trace(served: Served, monkeypatch: pytes
     status, _, body = await served.post(session, ASK)
     assert status == 500
     assert "secret detail" not in str(body)
-
-
-def test_the_admin_key_is_made_once_and_private(tmp_path: Path) -> None:
-    key = auth.admin_key(tmp_path)
-    assert len(key) >= 32
-    assert auth.admin_key(tmp_path) == key
-    assert (tmp_path / "admin.key").stat().st_mode & 0o777 == 0o600
-    assert [p.name for p in tmp_path.iterdir()] == ["admin.key"]
 
 
 class TestBind:

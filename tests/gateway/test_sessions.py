@@ -166,6 +166,9 @@ class TestSeal:
         await served.seal(session)
         assert served.gateway.sessions.open_count == 0
         after = await served.inspect(session, trajectory=True)
+        for call in before["calls"]:
+            assert call["reward_state"] == "pending"
+            call["reward_state"] = "missing"  # the seal is what makes it so
         assert after["calls"] == before["calls"]
         assert after["sequences"] == before["sequences"]
 

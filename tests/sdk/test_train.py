@@ -16,7 +16,7 @@ from standin_gateway import ADMIN, StandIn, shared_client
 
 import areal_agent
 from areal_agent import checks
-from areal_agent.config import RunConfig
+from areal_agent.config import GatewayConfig, RunConfig
 from areal_agent.errors import ArealError, ConfigError, GatewayError, RewardError, TrainerError
 from areal_agent.launch.machine import plan_engines
 from areal_agent.launch.services import Services
@@ -294,8 +294,8 @@ def test_a_port_in_use_is_a_sentence():
         s.listen()
         port = s.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
-            checks.address("127.0.0.1", port, False)
-    checks.address("127.0.0.1", port, False)
+            checks.address(GatewayConfig(port=port))
+    checks.address(GatewayConfig(port=port))
 
 
 @pytest.mark.parametrize(

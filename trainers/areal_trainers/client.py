@@ -9,6 +9,7 @@ import httpx
 
 from areal_agent import wire
 from areal_agent.errors import GatewayError
+from areal_agent.tls import client_context
 from areal_agent.weights import Manifest
 
 CONNECT_S = 5.0
@@ -42,6 +43,7 @@ class TrainerClient:
             # The gateway may close a connection that idled through a long step: keep none that old.
             limits=httpx.Limits(max_connections=4, keepalive_expiry=2.0),
             transport=transport,
+            verify=client_context(self.url),
             trust_env=False,
         )
 
