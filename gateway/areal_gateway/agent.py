@@ -22,6 +22,7 @@ from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
 from areal_gateway.exchange import CallRequest, Exchange, exchange_id_of
 from areal_gateway.fields import reward_value, text
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
+from areal_gateway.prepare import settle
 from areal_gateway.sessions import REWARD, Session
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def completions(dialect: Dialect) -> Handler:
         try:
             body = await read_json(request)
             asked = with_labels(dialect.read(body, session), request)
+            asked = settle(gateway.tokens, asked, constrain=gateway.config.gateway.constrain)
             exchange = begin(gateway, session, dialect, asked, body, request)
         except GatewayError as e:
             session.last_error = str(e)

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 
+PASSING = frozenset({408, 425, 429})
+"""Refusals that may be none a little later; after any other, the same request is refused again."""
+
 Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[GatewayError], bytes]
 
@@ -90,6 +93,9 @@ def guarded(
                 "the gateway failed on this request; its log says why", status=500, code="internal"
             )
         gateway.metrics.refused.labels(error.code or "error").inc()
-        return web.Response(body=error_body(error), status=error.status or 500, content_type=JSON)
+        status = error.status or 500
+        # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
+        lasting = {"x-should-retry": "false"} if 400 <= status < 500 and status not in PASSING else None
+        return web.Response(body=error_body(error), status=status, content_type=JSON, headers=lasting)
 
     return handle

@@ -487,8 +487,22 @@ class FakeEngine:
             return None
         content = []
         for token, logprob in zip(r.tokens[start:end], r.logprobs[start:end], strict=True):
-            content.append({"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []})
+            entry = {"token_id": token, "logprob": logprob, "rank": 1}
+            content.append({**entry, "top_logprobs": self._top(entry, max(1, r.params["logprobs"]))})
         return {"content": content}
+
+    def _top(self, sampled: dict[str, Any], k: int) -> list[dict[str, Any]]:
+        """The sampled token, then less likely ones, `k` in all; no distribution is known of a missing logprob."""
+        if sampled["logprob"] is None:
+            return []
+        rest = min(sampled["logprob"], math.log1p(-math.exp(sampled["logprob"])) - math.log(self.vocab))
+        return [
+            sampled,
+            *(
+                {"token_id": (sampled["token_id"] + i) % self.vocab, "logprob": rest - i, "rank": i + 1}
+                for i in range(1, k)
+            ),
+        ]
 
     def _choice(self, r: _Request, start: int, end: int) -> dict[str, Any]:
         return {

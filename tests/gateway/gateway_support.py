@@ -150,7 +150,8 @@ class ScriptedFleet:
                     await asyncio.sleep(reply.delay_s)
                 part = slice(at, at + reply.chunk)
                 asked.output_ids += ids[part]
-                yield Chunk(ids[part], logprobs[part])
+                top = likeliest(ids[part], logprobs[part], sampling.top_logprobs)
+                yield Chunk(ids[part], logprobs[part], top=top)
             if reply.error is not None:
                 raise reply.error
             if reply.finish is not None:
@@ -193,6 +194,16 @@ class ScriptedWeights:
 def logprob(prompt_ids: list[int], i: int) -> float:
     """Of the scripted fleet's token i: a function of prompt length and position, exact in float32."""
     return -((len(prompt_ids) * 31 + i * 7) % 64) / 64.0
+
+
+def likeliest(ids: list[int], logprobs: list[float | None], k: int) -> list[list[tuple[int, float]]] | None:
+    """The scripted fleet's likeliest k at each position: the sampled token, then letters that are less likely."""
+    if not k:
+        return None
+    return [
+        [(t, p or 0.0), *((20 + j, (p or 0.0) - 1 - j) for j in range(k - 1))]
+        for t, p in zip(ids, logprobs, strict=True)
+    ]
 
 
 class Served:

@@ -100,7 +100,7 @@ class EngineClient:
             "sampling_params": sampling_params(sampling),
             "stream": True,
         }
-        reader = _ReplyReader(self.url)
+        reader = _ReplyReader(self.url, sampling.top_logprobs)
         try:
             # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
             async with await self._open(body, timeout_s) as response, self._cuttable(response):
@@ -207,14 +207,17 @@ def _failure(message: str, status: int) -> EngineError:
 
 
 def sampling_params(s: EngineSampling) -> dict[str, Any]:
-    """EngineSampling -> vLLM's sampling_params. `logprobs: 0` asks for the sampled token's own."""
+    """EngineSampling -> vLLM's sampling_params. `logprobs: 0` asks for the sampled token's own.
+
+    vLLM's k entries count the sampled token, wherever it ranks: one more makes sure that the likeliest k are there.
+    """
     params = dict(s.extra)
     params |= {
         "max_tokens": s.max_tokens,
         "temperature": s.temperature,
         "top_p": s.top_p,
         "top_k": s.top_k,
-        "logprobs": 0,
+        "logprobs": s.top_logprobs + 1 if s.top_logprobs else 0,
         "detokenize": bool(s.stop),
     }
     if s.stop:
@@ -229,8 +232,9 @@ def sampling_params(s: EngineSampling) -> dict[str, Any]:
 class _ReplyReader:
     """Turns the engine's events into chunks and checks them against the invariant of types.py."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, top: int = 0) -> None:
         self.url = url
+        self.top = top
         self.n = 0
         self.done = False
 
@@ -259,7 +263,8 @@ class _ReplyReader:
                 raise EngineError(f"engine {self.url} ended a reply with finish_reason {finish!r}")
             spans = self._spans(choice.get("weight_versions") or [])
             self.done = True
-        return Chunk(ids, _logprobs(ids, choice.get("logprobs")), finish, spans)
+        raw = choice.get("logprobs")
+        return Chunk(ids, _logprobs(ids, raw), finish, spans, _top(ids, raw, self.top) if self.top else None)
 
     def _spans(self, raw: list[dict[str, Any]]) -> list[Span]:
         spans: list[Span] = []
@@ -292,6 +297,18 @@ def _logprobs(ids: list[int], raw: dict[str, Any] | None) -> list[float | None]:
     for token, entry in zip(ids, content, strict=True):
         value = entry.get("logprob") if entry and entry.get("token_id") == token else None
         out.append(value if value is not None and math.isfinite(value) and value > MASKED else None)
+    return out
+
+
+def _top(ids: list[int], raw: dict[str, Any] | None, k: int) -> list[list[tuple[int, float]]]:
+    """The likeliest `k` at each position, those of probability 0 left out; none where the engine told none."""
+    content = (raw or {}).get("content") or []
+    out: list[list[tuple[int, float]]] = []
+    for i in range(len(ids)):
+        entries = (content[i] if i < len(content) else None) or {}
+        found = [(int(e["token_id"]), float(e["logprob"])) for e in entries.get("top_logprobs") or ()]
+        likely = sorted((e for e in found if e[1] > MASKED), key=lambda e: -e[1])
+        out.append(likely[:k])
     return out
 
 
