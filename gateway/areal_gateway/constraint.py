@@ -57,23 +57,27 @@ class Constraint:
         if self.forced is not None:
             if not self.forced:
                 return None
-            body = _calls([t for t in tools if t["function"]["name"] in self.forced], self.parallel)
+            wanted = [t for t in tools if t["function"]["name"] in self.forced]
+            body = _calls(wanted, syntax, parallel=self.parallel)
         elif self.schema is None:
             return None
         elif tools:
-            body = {"type": "or", "elements": [_json(self.schema), _calls(tools, True)]}
+            body = {"type": "or", "elements": [_json(self.schema), _calls(tools, syntax, parallel=True)]}
         elif not syntax.thinks:
             return {"json": self.schema}
         else:
             body = _json(self.schema)
         if syntax.thinks:
-            body = {"type": "sequence", "elements": [_THINKING, _text("\n\n"), body]}
+            body = {"type": "sequence", "elements": [_thinking(syntax), _text("\n\n"), body]}
         return {"structural_tag": orjson.dumps({"type": "structural_tag", "format": body}).decode()}
 
 
-def _token(text: str) -> Format:
-    """The one token that is spelt so; its letters, token by token, would not be read as markup."""
-    return {"type": "token", "token": text}
+def _token(text: str, syntax: ReplySyntax) -> Format:
+    """The one token that is spelt so: its letters, token by token, would not be read as markup.
+
+    By its id, because vLLM checks a tag before it has a tokenizer at hand.
+    """
+    return {"type": "token", "token": syntax.ids[text]}
 
 
 def _text(value: str) -> Format:
@@ -84,27 +88,27 @@ def _json(schema: dict[str, Any]) -> Format:
     return {"type": "json_schema", "json_schema": schema}
 
 
-_THINKING: Format = {
-    "type": "tag",
-    "begin": _token("<think>"),
-    "content": {"type": "any_tokens", "exclude_tokens": ["</think>"]},
-    "end": _token("</think>"),
-}
+def _thinking(syntax: ReplySyntax) -> Format:
+    return {
+        "type": "tag",
+        "begin": _token("<think>", syntax),
+        "content": {"type": "any_tokens", "exclude_tokens": [syntax.ids["</think>"]]},
+        "end": _token("</think>", syntax),
+    }
 
 
-def _calls(tools: list[dict[str, Any]], parallel: bool) -> Format:
+def _calls(tools: list[dict[str, Any]], syntax: ReplySyntax, *, parallel: bool) -> Format:
     """One call of any of the tools, or more, as Qwen3 and Hermes write them."""
-    tags = [_call(t["function"]) for t in tools]
     return {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": [_call(t["function"], syntax) for t in tools],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
 
 
-def _call(function: dict[str, Any]) -> Format:
+def _call(function: dict[str, Any], syntax: ReplySyntax) -> Format:
     arguments = dict(function.get("parameters") or ANY_OBJECT)
     # `#/$defs/...` is looked up from the root, which the arguments no longer are.
     shared = {k: arguments.pop(k) for k in ("$defs", "definitions") if k in arguments}
@@ -117,7 +121,7 @@ def _call(function: dict[str, Any]) -> Format:
     }
     return {
         "type": "tag",
-        "begin": _token("<tool_call>"),
+        "begin": _token("<tool_call>", syntax),
         "content": {"type": "sequence", "elements": [_text("\n"), _json(schema), _text("\n")]},
-        "end": _token("</tool_call>"),
+        "end": _token("</tool_call>", syntax),
     }

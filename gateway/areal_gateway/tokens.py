@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ QWEN3_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
+
+REPLY_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -93,11 +96,13 @@ class ReplySyntax:
         known: nothing but what is said here comes before or after a reply's text.
         json_calls: tools are called as Qwen3 and Hermes do, with JSON between `<tool_call>` and `</tool_call>`.
         thinks: the reply begins with `<think>`.
+        ids: token ids of `<tool_call>`, `<think>` and their ends, of those that there are.
     """
 
     known: bool = False
     json_calls: bool = False
     thinks: bool = False
+    ids: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tokens:
@@ -138,7 +143,9 @@ class Tokens:
                     hf.backend_tokenizer, name=str(folder), eos=hf.eos_token_id, unk=hf.unk_token_id
                 )
                 renderer = create_renderer(fast, Qwen3RendererConfig(enable_thinking=config.enable_thinking))
-                syntax = ReplySyntax(known=True, json_calls=True, thinks=config.enable_thinking)
+                syntax = ReplySyntax(
+                    known=True, json_calls=True, thinks=config.enable_thinking, ids=_markup_ids(hf)
+                )
                 return cls(renderer, fast, context=length, name=name, syntax=syntax)
             chosen: Any = config_from_name(name)
             return cls(create_renderer(hf, chosen), hf, context=length, name=name)
@@ -295,6 +302,7 @@ def _from_template(hf: Any, config: GatewayConfig, context: int, folder: Path) -
         known=switched or "<think>" not in source,
         json_calls=hermes,
         thinks=switched and config.enable_thinking,
+        ids=_markup_ids(hf),
     )
     return TemplateTokens(
         TemplateRenderer(inner, hf.eos_token_id),
@@ -304,6 +312,11 @@ def _from_template(hf: Any, config: GatewayConfig, context: int, folder: Path) -
         name="template",
         syntax=syntax,
     )
+
+
+def _markup_ids(hf: Any) -> dict[str, int]:
+    vocabulary = hf.get_vocab()
+    return {t: vocabulary[t] for t in REPLY_MARKUP if t in vocabulary}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
