@@ -304,10 +304,12 @@ class Served:
             return r.status, r.headers, json.loads(raw) if r.content_type == "application/json" else raw
 
 
-def make_app(tokens: Tokens, folder: Path, **settings: Any) -> Served:
+def make_app(
+    tokens: Tokens, folder: Path, *, fleet_type: Callable[[Tokens], Any] = ScriptedFleet, **settings: Any
+) -> Served:
     """A gateway over a scripted fleet; `settings` are sections of the run's configuration."""
     config = RunConfig.parse({"model": "models/policy", **settings})
-    fleet = ScriptedFleet(tokens)
+    fleet = fleet_type(tokens)
     ledger = Ledger(folder / "ledger.sqlite")
     app = create_app(config=config, fleet=fleet, ledger=ledger, tokens=tokens, admin_key=ADMIN_KEY)
     return Served(app, fleet, ledger)
