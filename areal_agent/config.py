@@ -221,6 +221,11 @@ class GatewayConfig(Section):
     enable_thinking: bool = Field(
         default=False, description="chat template's thinking switch, where it has one"
     )
+    constrain: bool = Field(
+        default=True,
+        description="let a JSON response format and a forced tool constrain the sampling; such calls are context, "
+        "never trained. false: they have no effect, are named in x-areal-ignored, and the calls are trained",
+    )
     hold_timeout_s: float = Field(
         default=120.0, gt=0, description="longest a call waits while no engine serves, then 503"
     )

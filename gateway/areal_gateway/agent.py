@@ -23,6 +23,7 @@ from areal_gateway.feedback import give
 from areal_gateway.fields import mapping
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
 from areal_gateway.online import Online
+from areal_gateway.prepare import settle
 from areal_gateway.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def completions(dialect: Dialect) -> Handler:
         try:
             body = await read_json(request)
             asked = with_labels(dialect.read(body, caller), request)
+            asked = settle(gateway.tokens, asked, constrain=gateway.config.gateway.constrain)
             digest = digest_of(dialect.name, body)
             if isinstance(caller, Online):
                 session = await caller.session_for(asked, digest, request)

@@ -21,7 +21,8 @@ from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.events import EventBus
-from areal_gateway.exchange import CallRequest, Exchange, Said
+from areal_gateway.exchange import CallRequest, Exchange, Said, Told
+from areal_gateway.fleet.protocol import EngineRefused
 from areal_gateway.fleet.types import Chunk, EngineSampling, FleetUnavailable
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
@@ -52,16 +53,23 @@ class Sampled:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float | None] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
         self.finish: str | None = None
         self.spans: tuple[Span, ...] = ()
 
     def add(self, chunk: Chunk) -> None:
         self.ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.top += [tuple(t) for t in chunk.top] if chunk.top is not None else [()] * len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self.finish = chunk.finish_reason
         if chunk.spans is not None:
             self.spans = tuple((int(a), int(b), int(v)) for a, b, v in chunk.spans)
+
+    def told(self, start: int) -> tuple[Told, ...]:
+        """The tokens from `start` on."""
+        columns = zip(self.ids[start:], self.logprobs[start:], self.top[start:], strict=True)
+        return tuple(Told(t, math.nan if p is None else p, top) for t, p, top in columns)
 
     def fault(self) -> str | None:
         """Why this reply cannot be trained, or None: one finite logprob and one version for every token."""
@@ -205,13 +213,19 @@ class Calls:
             reply = read_reply(self._tokens, fmt, prepared.prompt_ids, sampled.ids, call_id)
             reason = sampled.fault()
             state = CallState.TRUNCATED if sampled.finish == "length" else CallState.COMPLETE
-            state = CallState.INCOMPLETE if reason else state
+            if reason:
+                state = CallState.INCOMPLETE
+            elif request.constraint is not None:
+                state, reason = CallState.CONSTRAINED, request.constraint.reason
         except TimeoutError:
             reason = f"no whole reply within {self._timeout_s:g} s"
             error = GatewayError(f"{reason}; raise fleet.call_timeout_s", status=504, code="call_timeout")
         except FleetUnavailable as e:
             state, reason = CallState.FAILED, str(e)
             error = GatewayError(f"no engine could serve this call: {e}", status=503, code="no_engine")
+        except EngineRefused as e:
+            state, reason = CallState.FAILED, str(e)
+            error = GatewayError(f"the engine refuses this request: {e}", status=400, code="engine_refused")
         except EngineError as e:
             state, reason = CallState.FAILED, str(e)
             error = GatewayError(f"no engine could serve this call: {e}", status=503, code="engine_error")
@@ -266,6 +280,8 @@ class Calls:
                 f"the reply could not be recorded: {e}", status=500, code="ledger_error"
             ) from e
         self._metrics.commit_seconds.observe(time.perf_counter() - before)
+        if request.top_logprobs:
+            exchange.tops[index] = sampled.top
         exchange.records.append(record)
         if stream is not None and reply is not None:
             try:
@@ -276,8 +292,7 @@ class Calls:
                 raise GatewayError(
                     f"the reply could not be streamed: {e}", status=500, code="stream_error"
                 ) from e
-            rest = tuple(zip(sampled.ids, sampled.logprobs, strict=True))[stream.told :]
-            exchange.say(Said(index, record=record, logprobs=_pairs(rest)))
+            exchange.say(Said(index, record=record, logprobs=sampled.told(stream.told)))
 
     async def _sample(
         self,
@@ -298,13 +313,10 @@ class Calls:
                 if stream is not None and chunk.finish_reason is None:
                     deltas = stream.feed(sampled.ids)
                     for i, delta in enumerate(deltas):
-                        pairs = ()
+                        fresh: tuple[Told, ...] = ()
                         if i == 0:
-                            fresh = zip(
-                                sampled.ids[stream.told :], sampled.logprobs[stream.told :], strict=True
-                            )
-                            pairs, stream.told = _pairs(tuple(fresh)), len(sampled.ids)
-                        exchange.say(Said(index, delta, logprobs=pairs))
+                            fresh, stream.told = sampled.told(stream.told), len(sampled.ids)
+                        exchange.say(Said(index, delta, logprobs=fresh))
         if sampled.finish is None:
             raise EngineError(f"the engine's stream ended after {len(sampled.ids)} tokens, without an end")
         if sampled.finish not in ("stop", "length"):
@@ -373,7 +385,3 @@ def _finish_reason(state: CallState, sampled: Sampled, reply: dict[str, Any] | N
     if sampled.finish == "length":
         return "length"
     return "tool_calls" if reply.get("tool_calls") else "stop"
-
-
-def _pairs(tokens: tuple[tuple[int, float | None], ...]) -> tuple[tuple[int, float], ...]:
-    return tuple((t, math.nan if p is None else p) for t, p in tokens)

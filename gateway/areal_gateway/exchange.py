@@ -11,10 +11,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from areal_agent.errors import GatewayError
+from areal_gateway.constraint import Constraint
 from areal_gateway.records import REPLIED, CallRecord
 from areal_gateway.reply import Delta, deltas_of
 
@@ -61,7 +62,9 @@ class CallRequest:
     `messages` and `tools` are in chat-completions shape, ready for a renderer. `parse_tools` False: text
     that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `after`: the exchange
     that the client says it continues, which decides among calls that said the same. `prompts`: instead of
-    messages, raw prompts, each of which makes `n` calls; their replies are plain text. `notes` are the dialect's own, for wording its reply; the core never reads them.
+    messages, raw prompts, each of which makes `n` calls; their replies are plain text. `top_logprobs`: how many
+    of the likeliest tokens to tell at each position. `constraint`: what a reply may be, None where it is free.
+    `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
 
     dialect: str
@@ -76,6 +79,8 @@ class CallRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
     ignored: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     after: str | None = None
@@ -88,17 +93,29 @@ class CallRequest:
         return self.n * max(1, len(self.prompts))
 
 
+class Told(NamedTuple):
+    """One sampled token as a client is told of it.
+
+    `logprob` is NaN where the engine gave none; `top` are the likeliest tokens there, (token id, logprob), the
+    likeliest first, empty where they were not asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """Something for the client: a delta of choice `index`, or its end (`record` given).
 
-    `logprobs` [k]: (token id, logprob) of the tokens sampled since the choice last said something.
+    `logprobs` [k]: of the tokens sampled since the choice last said something.
     """
 
     index: int
     delta: Delta | None = None
     record: CallRecord | None = None
-    logprobs: tuple[tuple[int, float], ...] = ()
+    logprobs: tuple[Told, ...] = ()
 
 
 class Exchange:
@@ -114,6 +131,9 @@ class Exchange:
         self.choices = request.choices
         self.created = time.time()
         self.records: list[CallRecord] = []
+        self.tops: dict[int, list[tuple[tuple[int, float], ...]]] = {}
+        """By choice, the likeliest tokens at each position, where they were asked for. The ledger does not
+        keep them: a reply that is repeated after a restart is told without."""
         self.error: GatewayError | None = None
         self.finished = False
         self.task: asyncio.Task[None] | None = None
@@ -204,8 +224,7 @@ class Exchange:
             for record in self.records:
                 for delta in deltas_of(record.reply or {}):
                     yield Said(record.index, delta)
-                pairs = tuple(zip(record.output_ids, record.logprobs, strict=True))
-                yield Said(record.index, record=record, logprobs=pairs)
+                yield Said(record.index, record=record, logprobs=tuple(self.told(record)))
             return
         at = 0
         while True:
@@ -222,6 +241,11 @@ class Exchange:
                 yield None
         if self.error is not None:
             raise self.error
+
+    def told(self, record: CallRecord) -> list[Told]:
+        """All tokens of one of its replies."""
+        tops = self.tops.get(record.index) or [()] * len(record.output_ids)
+        return [Told(*t) for t in zip(record.output_ids, record.logprobs, tops, strict=True)]
 
     def forget(self) -> None:
         """Drop what was said once all was: a later replay is made from the records."""

@@ -21,6 +21,9 @@ JSON = "application/json"
 RETRY_AFTER_S = 10
 """With a 503. The call has waited gateway.hold_timeout_s already; an engine takes some 30 s to start."""
 
+PASSING = frozenset({408, 425, 429})
+"""Refusals that may be none a little later; after any other, the same request is refused again."""
+
 Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[GatewayError], bytes]
 
@@ -93,9 +96,13 @@ def guarded(
                 "the gateway failed on this request; its log says why", status=500, code="internal"
             )
         gateway.metrics.refused.labels(error.code or "error").inc()
-        response = web.Response(body=error_body(error), status=error.status or 500, content_type=JSON)
-        if response.status == 503:
+        status = error.status or 500
+        response = web.Response(body=error_body(error), status=status, content_type=JSON)
+        if status == 503:
             response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        if 400 <= status < 500 and status not in PASSING:
+            # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
+            response.headers["x-should-retry"] = "false"
         return response
 
     return handle

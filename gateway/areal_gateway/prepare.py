@@ -6,7 +6,8 @@ Invariant: preparing changes nothing. The sampling is the session's, whatever th
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from areal_gateway.exchange import CallRequest, ContextLengthError, Prompt
 from areal_gateway.fleet.types import EngineSampling
@@ -25,6 +26,21 @@ class Prepared:
     prompt_ids: list[int]
     shared: int
     sampling: EngineSampling
+
+
+def settle(tokens: Tokens, request: CallRequest, *, constrain: bool) -> CallRequest:
+    """The request without a constraint that cannot be kept (or may not, `constrain` False), which it then says."""
+    constraint = request.constraint
+    if constraint is None or (constrain and _structured_outputs(tokens, request)):
+        return request
+    ignored = tuple(sorted({*request.ignored, *constraint.fields}))
+    return replace(request, constraint=None, ignored=ignored)
+
+
+def _structured_outputs(tokens: Tokens, request: CallRequest) -> dict[str, Any] | None:
+    if request.constraint is None:
+        return None
+    return request.constraint.structured_outputs(request.tools if request.parse_tools else [], tokens.syntax)
 
 
 def place(
@@ -64,6 +80,8 @@ def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prom
         top_k=pinned.top_k,
         stop=list(request.stop),
         stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
+        top_logprobs=request.top_logprobs,
+        extra={"structured_outputs": outputs} if (outputs := _structured_outputs(tokens, request)) else {},
     )
     return Prepared(attachment, prompt_ids, shared, sampling)
 

@@ -26,11 +26,13 @@ class CallState(StrEnum):
     """The client left, the session was sealed, or a deadline passed, before the reply ended."""
     INCOMPLETE = "incomplete"
     """The reply was given, but a logprob or a version is missing: it is context, never trained."""
+    CONSTRAINED = "constrained"
+    """The reply was given, sampled under a grammar (a JSON format, a forced tool): it is context, never trained."""
     FAILED = "failed"
     """No engine gave a whole reply; the client got an error."""
 
 
-REPLIED = frozenset({CallState.COMPLETE, CallState.TRUNCATED, CallState.INCOMPLETE})
+REPLIED = frozenset({CallState.COMPLETE, CallState.TRUNCATED, CallState.INCOMPLETE, CallState.CONSTRAINED})
 """States in which the client was given a reply, so that a later call may continue it."""
 
 EXACT = frozenset({CallState.COMPLETE, CallState.TRUNCATED})

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,8 @@ QWEN3_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
+
+REPLY_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -84,11 +88,35 @@ class FastTokenizer:
         return [self.convert_tokens_to_ids(t) for t in tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class ReplySyntax:
+    """How a model writes a reply, as far as a grammar has to know it. The default: not known.
+
+    Attributes:
+        known: nothing but what is said here comes before or after a reply's text.
+        json_calls: tools are called as Qwen3 and Hermes do, with JSON between `<tool_call>` and `</tool_call>`.
+        thinks: the reply begins with `<think>`.
+        ids: token ids of `<tool_call>`, `<think>` and their ends, of those that there are.
+    """
+
+    known: bool = False
+    json_calls: bool = False
+    thinks: bool = False
+    ids: Mapping[str, int] = field(default_factory=dict)
+
+
 class Tokens:
     """Rendering, bridging and parsing for one model. All methods are pure and fast; none blocks on I/O."""
 
     def __init__(
-        self, renderer: Renderer, tokenizer: Any, *, context: int, supports_tools: bool = True, name: str = ""
+        self,
+        renderer: Renderer,
+        tokenizer: Any,
+        *,
+        context: int,
+        supports_tools: bool = True,
+        name: str = "",
+        syntax: ReplySyntax = ReplySyntax(),
     ) -> None:
         self.renderer = renderer
         self.tokenizer = tokenizer
@@ -96,6 +124,7 @@ class Tokens:
         """Most tokens of prompt and reply together."""
         self.supports_tools = supports_tools
         self.name = name
+        self.syntax = syntax
         self.stop_token_ids = list(renderer.get_stop_token_ids())
 
     @classmethod
@@ -114,7 +143,10 @@ class Tokens:
                     hf.backend_tokenizer, name=str(folder), eos=hf.eos_token_id, unk=hf.unk_token_id
                 )
                 renderer = create_renderer(fast, Qwen3RendererConfig(enable_thinking=config.enable_thinking))
-                return cls(renderer, fast, context=length, name=name)
+                syntax = ReplySyntax(
+                    known=True, json_calls=True, thinks=config.enable_thinking, ids=_markup_ids(hf)
+                )
+                return cls(renderer, fast, context=length, name=name, syntax=syntax)
             chosen: Any = config_from_name(name)
             return cls(create_renderer(hf, chosen), hf, context=length, name=name)
         except (ValueError, AssertionError, KeyError, TypeError) as e:
@@ -265,9 +297,26 @@ def _from_template(hf: Any, config: GatewayConfig, context: int, folder: Path) -
     tools = "tools" in source
     hermes = tools and "<tool_call>" in hf.get_vocab() and "<tool_call>" in source
     inner = create_renderer(hf, DefaultRendererConfig(tool_parser="qwen3" if hermes else None, **extra))
-    return TemplateTokens(
-        TemplateRenderer(inner, hf.eos_token_id), hf, context=context, supports_tools=hermes, name="template"
+    switched = "enable_thinking" in source
+    syntax = ReplySyntax(
+        known=switched or "<think>" not in source,
+        json_calls=hermes,
+        thinks=switched and config.enable_thinking,
+        ids=_markup_ids(hf),
     )
+    return TemplateTokens(
+        TemplateRenderer(inner, hf.eos_token_id),
+        hf,
+        context=context,
+        supports_tools=hermes,
+        name="template",
+        syntax=syntax,
+    )
+
+
+def _markup_ids(hf: Any) -> dict[str, int]:
+    vocabulary = hf.get_vocab()
+    return {t: vocabulary[t] for t in REPLY_MARKUP if t in vocabulary}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

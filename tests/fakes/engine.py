@@ -418,11 +418,38 @@ class FakeEngine:
         if r.params.get("logprobs") is None:
             return None
         if r.text_shape:
-            return {"tokens": [f"t{t}" for t in r.tokens[start:end]], "token_logprobs": r.logprobs[start:end]}
+            return self._columns(r, start, end)
         content = []
         for token, logprob in zip(r.tokens[start:end], r.logprobs[start:end], strict=True):
-            content.append({"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []})
+            entry = {"token_id": token, "logprob": logprob, "rank": 1}
+            content.append({**entry, "top_logprobs": self._top(entry, max(1, r.params["logprobs"]))})
         return {"content": content}
+
+    def _columns(self, r: _Request, start: int, end: int) -> dict[str, Any]:
+        """The schema of completions. It names a token by its text, or, asked to, by its id."""
+        name = "token_id:{}" if r.params.get("return_tokens_as_token_ids") else "t{}"
+        tops = []
+        for token, logprob in zip(r.tokens[start:end], r.logprobs[start:end], strict=True):
+            top = self._top({"token_id": token, "logprob": logprob}, max(1, r.params["logprobs"]))
+            tops.append({name.format(e["token_id"]): e["logprob"] for e in top})
+        return {
+            "tokens": [name.format(t) for t in r.tokens[start:end]],
+            "token_logprobs": r.logprobs[start:end],
+            "top_logprobs": tops,
+        }
+
+    def _top(self, sampled: dict[str, Any], k: int) -> list[dict[str, Any]]:
+        """The sampled token, then less likely ones, `k` in all; no distribution is known of a missing logprob."""
+        if sampled["logprob"] is None:
+            return []
+        rest = min(sampled["logprob"], math.log1p(-math.exp(sampled["logprob"])) - math.log(self.vocab))
+        return [
+            sampled,
+            *(
+                {"token_id": (sampled["token_id"] + i) % self.vocab, "logprob": rest - i, "rank": i + 1}
+                for i in range(1, k)
+            ),
+        ]
 
     def _choice(self, r: _Request, start: int, end: int) -> dict[str, Any]:
         choice = {

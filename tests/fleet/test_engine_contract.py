@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -94,6 +95,27 @@ async def test_every_token_has_a_logprob_and_a_version(client: EngineDriver) -> 
     assert (len(ids), len(logprobs), finish) == (37, 37, "length")
     assert all(x is not None and x <= 0 for x in logprobs)
     assert spans == [(0, 37, 0)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_the_likeliest_tokens_are_told_beside_the_sampled_one(
+    client: EngineDriver, temperature: float
+) -> None:
+    sampling = long(20, temperature=temperature, top_logprobs=5)
+    chunks = [c async for c in client.generate(PROMPT, sampling, 60)]
+    ids = [t for c in chunks for t in c.token_ids]
+    logprobs = [p for c in chunks for p in c.logprobs]
+    tops = [top for c in chunks for top in c.top or ()]
+    assert len(ids) == len(logprobs) == len(tops) == 20
+    for token, logprob, top in zip(ids, logprobs, tops, strict=True):
+        assert logprob is not None
+        assert len({t for t, _ in top}) == 5
+        assert [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+        assert sum(math.exp(p) for _, p in top) < 1 + 1e-4
+        # Among the likeliest it is told as it was recorded; outside of them it is less likely than all.
+        assert dict(top).get(token, logprob) == logprob
+        assert token in dict(top) or logprob <= top[-1][1]
+        assert temperature > 0 or top[0][0] == token
 
 
 async def test_a_stream_carries_many_tokens_per_event(client: EngineDriver) -> None:

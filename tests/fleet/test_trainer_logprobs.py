@@ -16,7 +16,7 @@ import pytest
 import torch
 from fleet_kit import start_vllm, tiny_qwen3
 
-from areal_gateway.fleet.engine import EngineClient
+from areal_gateway.fleet.spans import SpansDriver
 from areal_gateway.fleet.types import EngineSampling
 from areal_trainers.model import load_causal_lm, shard
 from areal_trainers.packing import Item, pack
@@ -63,7 +63,7 @@ def served(
 @pytest.mark.timeout(500)
 async def test_logprobs_of_sampled_tokens(served: tuple[Path, str]) -> None:
     folder, url = served
-    client = EngineClient(url, None)
+    client = SpansDriver(url, None)
     client.model = await client.model_name(5)
     rng, items, theirs = random.Random(0), [], []
     for prompt_length, temperature in ((5, 1.0), (40, 0.7), (17, 1.3)):

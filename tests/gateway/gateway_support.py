@@ -151,7 +151,8 @@ class ScriptedFleet:
                     await asyncio.sleep(reply.delay_s)
                 part = slice(at, at + reply.chunk)
                 asked.output_ids += ids[part]
-                yield Chunk(ids[part], logprobs[part])
+                top = likeliest(ids[part], logprobs[part], sampling.top_logprobs)
+                yield Chunk(ids[part], logprobs[part], top=top)
             if reply.error is not None:
                 raise reply.error
             if reply.finish is not None:
@@ -194,6 +195,16 @@ class ScriptedWeights:
 def logprob(prompt_ids: list[int], i: int) -> float:
     """Of the scripted fleet's token i: a function of prompt length and position, exact in float32."""
     return -((len(prompt_ids) * 31 + i * 7) % 64) / 64.0
+
+
+def likeliest(ids: list[int], logprobs: list[float | None], k: int) -> list[list[tuple[int, float]]] | None:
+    """The scripted fleet's likeliest k at each position: the sampled token, then letters that are less likely."""
+    if not k:
+        return None
+    return [
+        [(t, p or 0.0), *((20 + j, (p or 0.0) - 1 - j) for j in range(k - 1))]
+        for t, p in zip(ids, logprobs, strict=True)
+    ]
 
 
 class Served:
@@ -294,10 +305,12 @@ class Served:
             return r.status, r.headers, json.loads(raw) if r.content_type == "application/json" else raw
 
 
-def make_app(tokens: Tokens, folder: Path, **settings: Any) -> Served:
+def make_app(
+    tokens: Tokens, folder: Path, *, fleet_type: Callable[[Tokens], Any] = ScriptedFleet, **settings: Any
+) -> Served:
     """A gateway over a scripted fleet; `settings` are sections of the run's configuration."""
     config = RunConfig.parse({"model": "models/policy", **settings})
-    fleet = ScriptedFleet(tokens)
+    fleet = fleet_type(tokens)
     ledger = Ledger(folder / "ledger.sqlite")
     app = create_app(
         config=config,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import anthropic
+import httpx2
+import openai
 import pytest
 from gateway_support import Reply, Served, eventually, make_app
 
 from areal_agent.errors import EngineError
-from areal_gateway import exchange
+from areal_gateway import agent, exchange
 from areal_gateway.tokens import Tokens
 
 ASK = {"messages": [{"role": "user", "content": "What is two plus three?"}]}
@@ -201,3 +205,112 @@ async def test_a_retry_of_a_lost_reply_gets_it_though_a_sibling_failed(served: S
     answers = [await served.post(session, ASK, AGAIN) for _ in range(2)]
     assert [a[2]["choices"][0]["message"]["content"] for a in answers] == ["one", "two"]
     assert len(served.fleet.asked) == 3
+
+
+class Flaky(httpx2.AsyncBaseTransport):
+    """The network loses one request: its answer after it was given, or, `early`, the wait for it."""
+
+    def __init__(self, lost: int, early: asyncio.Event | None) -> None:
+        self.inner = httpx2.AsyncHTTPTransport()
+        self.lost = lost
+        self.early = early
+        self.requests = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.requests += 1
+        if self.requests != self.lost:
+            return await self.inner.handle_async_request(request)
+        waiting = asyncio.create_task(self.inner.handle_async_request(request))
+        if self.early is not None:
+            await self.early.wait()
+            waiting.cancel()
+            raise httpx2.ReadTimeout("nothing came in time")
+        await (await waiting).aread()
+        raise httpx2.ReadError("the connection was lost")
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+@pytest.mark.parametrize("lost", [1, 5, 8])
+@pytest.mark.parametrize("early", [False, True])
+async def test_of_8_identical_prompts_at_once_one_is_retried_by_the_sdk_and_there_are_8(
+    served: Served, lost: int, early: bool
+) -> None:
+    session = await served.open()
+    gone, gate = asyncio.Event(), asyncio.Event()
+    served.fleet.say(*(Reply(f"reply {i}", gate=gate) for i in range(8)))
+    transport = Flaky(lost, gone if early else None)
+    client = served.openai(session, http_client=httpx2.AsyncClient(transport=transport))
+    asking = [
+        asyncio.create_task(client.chat.completions.create(model="m", messages=ASK["messages"]))
+        for _ in range(8)
+    ]
+    await eventually(lambda: len(served.fleet.asked) == 8)
+    gone.set()
+    if early:
+        await eventually(lambda: transport.requests == 9)
+    gate.set()
+    replies = await asyncio.gather(*asking)
+    assert (transport.requests, len(served.fleet.asked)) == (9, 8)
+    # An answer that is lost on its way looks delivered: then nobody can say which of the 8 the retry is of.
+    assert len({r.id for r in replies}) >= (8 if early else 7)
+    calls_ = (await served.inspect(session))["calls"]
+    assert [c["state"] for c in calls_] == ["complete"] * 8
+    sealed = await served.seal(session, reward=1.0)
+    assert sealed["trained_tokens"] == sum(len(a.output_ids) for a in served.fleet.asked)
+
+
+class TestWhatARetryCannotHelp:
+    """OpenAI's and Anthropic's SDKs retry a 409 by themselves; `x-should-retry` tells them not to."""
+
+    @pytest.mark.parametrize("kind", ["openai", "anthropic"])
+    async def test_a_sealed_session_is_told_once(
+        self, served: Served, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session = await served.open()
+        await served.seal(session)
+        tried: list[int] = []
+        monkeypatch.setattr(agent, "authenticate", _counting(agent.authenticate, tried))
+        if kind == "openai":
+            with pytest.raises(openai.ConflictError, match="sealed"):
+                await served.openai(session).chat.completions.create(model="m", messages=ASK["messages"])
+        else:
+            with pytest.raises(anthropic.ConflictError, match="sealed"):
+                await served.anthropic(session).messages.create(
+                    model="m", max_tokens=9, messages=ASK["messages"]
+                )
+        assert len(tried) == 1
+
+    @pytest.mark.parametrize(
+        ("path", "body", "key", "status"),
+        [
+            ("/v1/chat/completions", {"messages": []}, None, 400),
+            ("/v1/responses", {"input": "x" * 20000}, None, 400),
+            ("/v1/messages", {"messages": ASK["messages"]}, None, 400),
+            ("/v1/completions", {"prompt": "a", "echo": True}, None, 400),
+            ("/v1/chat/completions", ASK, "wrong", 401),
+            ("/v1/nothing", ASK, None, 404),
+            ("/v1/rewards", {"response_id": "chatcmpl-nobody", "value": 1}, None, 404),
+        ],
+    )
+    async def test_every_lasting_refusal_says_so(
+        self, served: Served, path: str, body: Any, key: str | None, status: int
+    ) -> None:
+        session = await served.open()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        got, told, _ = await served.post(session, body, headers, path=path)
+        assert (got, told["x-should-retry"]) == (status, "false")
+
+    async def test_a_failed_engine_may_be_asked_again(self, served: Served) -> None:
+        served.fleet.say(Reply("", finish=None, error=EngineError("no luck")))
+        status, told, _ = await served.post(await served.open(), ASK)
+        assert (status, "x-should-retry" in told) == (503, False)
+
+
+def _counting(function: Any, counter: list[int]) -> Any:
+    async def counted(*args: Any) -> Any:
+        counter.append(1)
+        return await function(*args)
+
+    return counted

@@ -6,6 +6,7 @@ was sampled: `usage` counts the engine's ids, `logprobs` are the engine's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -13,6 +14,16 @@ import orjson
 from areal_agent.errors import GatewayError
 from areal_gateway.canonical import role_of, text_of
 from areal_gateway.dialects.base import Past, Served, usage_of
+from areal_gateway.dialects.constraints import (
+    FORCED_TOOLS,
+    JSON_FORMATS,
+    MAX_TOP_LOGPROBS,
+    PARALLEL_CALLS,
+    TOP_LOGPROBS,
+    constraint,
+    openai_choice,
+    openai_format,
+)
 from areal_gateway.dialects.fields import Field, Treatment, treat
 from areal_gateway.dialects.openai_shapes import (
     KEEP_ALIVE,
@@ -34,7 +45,7 @@ from areal_gateway.dialects.reading import (
     stops,
     token_ids,
 )
-from areal_gateway.exchange import CallRequest, Exchange, Said
+from areal_gateway.exchange import CallRequest, Exchange, Said, Told
 from areal_gateway.records import CallRecord
 
 _T = Treatment
@@ -45,12 +56,8 @@ FIELDS: dict[str, Field] = {
     "messages": Field(_T.HONOURED, "the conversation"),
     "model": Field(_T.HONOURED, "any name is served by the policy, and echoed"),
     "tools": Field(_T.HONOURED, "shown to the model by its template"),
-    "tool_choice": Field(
-        _T.IGNORED,
-        "forcing a tool would constrain the sampling; auto and none are honoured",
-        lambda v: v in ("auto", "none"),
-    ),
-    "parallel_tool_calls": Field(_T.IGNORED, "it would constrain the sampling", lambda v: v is True),
+    "tool_choice": Field(_T.HONOURED, FORCED_TOOLS),
+    "parallel_tool_calls": Field(_T.IGNORED, PARALLEL_CALLS, lambda v: v is True),
     "n": Field(_T.HONOURED, "sibling calls of one prompt"),
     "max_tokens": Field(_T.HONOURED, "lowered to the run's cap and the room in the context"),
     "max_completion_tokens": Field(_T.HONOURED, "the same; it wins over max_tokens"),
@@ -59,7 +66,7 @@ FIELDS: dict[str, Field] = {
     "stream": Field(_T.HONOURED, "server-sent events"),
     "stream_options": Field(_T.HONOURED, "include_usage; without stream it means nothing and is accepted"),
     "logprobs": Field(_T.HONOURED, "of the sampled tokens"),
-    "top_logprobs": Field(_T.IGNORED, "only the sampled token's logprob is known", lambda v: v == 0),
+    "top_logprobs": Field(_T.HONOURED, TOP_LOGPROBS),
     "metadata": Field(_T.HONOURED, "labels of the call"),
     "temperature": Field(_T.PINNED, _DISTRIBUTION),
     "top_p": Field(_T.PINNED, _DISTRIBUTION),
@@ -70,11 +77,7 @@ FIELDS: dict[str, Field] = {
     "presence_penalty": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 0),
     "repetition_penalty": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 1),
     "logit_bias": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == {}),
-    "response_format": Field(
-        _T.IGNORED,
-        "a grammar would constrain the sampling; ask for the format in the prompt",
-        lambda v: isinstance(v, dict) and v.get("type") == "text",
-    ),
+    "response_format": Field(_T.HONOURED, JSON_FORMATS),
     "reasoning_effort": Field(_T.IGNORED, "the run's template decides about thinking"),
     "verbosity": Field(_T.IGNORED, "the model has no such switch"),
     "chat_template_kwargs": Field(_T.IGNORED, "the run's template is the same for every call"),
@@ -104,6 +107,7 @@ class ChatCompletions:
         body = an_object(body)
         ignored = treat(FIELDS, body)
         tools = read_tools(body.get("tools"))
+        choice = body.get("tool_choice")
         stream = flag(body, "stream")
         options = body.get("stream_options") or {}
         if not isinstance(options, dict):
@@ -116,7 +120,7 @@ class ChatCompletions:
             model=model_name(body),
             messages=read_messages(body.get("messages")),
             tools=tools,
-            parse_tools=bool(tools) and body.get("tool_choice") != "none",
+            parse_tools=bool(tools) and choice != "none",
             n=integer(body.get("n"), "n", 1, MAX_SIBLINGS) or 1,
             max_tokens=integer(limit, "max_completion_tokens", 1, 2**31 - 1),
             stop=stops(body.get("stop")),
@@ -124,6 +128,14 @@ class ChatCompletions:
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
             logprobs=flag(body, "logprobs"),
+            top_logprobs=integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
+            constraint=constraint(
+                tools,
+                openai_choice(choice, tools),
+                openai_format(body.get("response_format"), "response_format", nested=True),
+                parallel=body.get("parallel_tool_calls") is not False,
+                fields=("tool_choice", "response_format"),
+            ),
             ignored=ignored,
             labels=labels(body.get("metadata")),
         )
@@ -139,9 +151,7 @@ class ChatCompletions:
                     {
                         "index": r.index,
                         "message": {"refusal": None, **(r.reply or {})},
-                        "logprobs": _logprobs(served, zip(r.output_ids, r.logprobs, strict=True))
-                        if request.logprobs
-                        else None,
+                        "logprobs": _logprobs(served, exchange.told(r)) if request.logprobs else None,
                         "finish_reason": r.finish_reason,
                     }
                     for r in exchange.records
@@ -213,8 +223,8 @@ class ChatStream:
         return data_event(chunk)
 
 
-def _logprobs(served: Served, pairs: Any) -> dict[str, Any]:
-    return {"content": token_logprobs(served, pairs), "refusal": None}
+def _logprobs(served: Served, tokens: Iterable[Told]) -> dict[str, Any]:
+    return {"content": token_logprobs(served, tokens), "refusal": None}
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import orjson
 
 from areal_agent.errors import GatewayError
 from areal_gateway.dialects.base import Past, Served
+from areal_gateway.dialects.constraints import MAX_TOP_LOGPROBS
 from areal_gateway.dialects.fields import Field, Treatment, treat
 from areal_gateway.dialects.openai_shapes import KEEP_ALIVE, data_event, error_body, error_object, finite
 from areal_gateway.dialects.reading import (
@@ -27,7 +28,7 @@ from areal_gateway.dialects.reading import (
     stops,
     token_ids,
 )
-from areal_gateway.exchange import CallRequest, Exchange, Prompt, Said
+from areal_gateway.exchange import CallRequest, Exchange, Prompt, Said, Told
 from areal_gateway.records import CallRecord
 
 _T = Treatment
@@ -46,7 +47,10 @@ FIELDS: dict[str, Field] = {
     "stop_token_ids": Field(_T.HONOURED, "as vLLM has it"),
     "stream": Field(_T.HONOURED, "server-sent events"),
     "stream_options": Field(_T.HONOURED, "include_usage; without stream it means nothing and is accepted"),
-    "logprobs": Field(_T.HONOURED, "of the sampled tokens; of no others, however many are asked for"),
+    "logprobs": Field(
+        _T.HONOURED,
+        "of the sampled tokens, and of that many of the likeliest at each position; they are not kept in the ledger",
+    ),
     "return_token_ids": Field(
         _T.HONOURED, "as vLLM has it: what a prompt of ids needs to be continued exactly"
     ),
@@ -94,7 +98,7 @@ class Completions:
             raise bad(f"{len(prompts)} prompts of n={n} each are more than {MAX_SIBLINGS} replies")
         logprobs = body.get("logprobs")
         if logprobs is not None and not isinstance(logprobs, bool):
-            integer(logprobs, "logprobs", 0, 20)
+            integer(logprobs, "logprobs", 0, MAX_TOP_LOGPROBS)
         return CallRequest(
             dialect=self.name,
             model=model_name(body),
@@ -107,6 +111,7 @@ class Completions:
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
             logprobs=logprobs is not None and logprobs is not False,
+            top_logprobs=int(logprobs or 0),
             ignored=ignored,
             labels=labels(body.get("metadata")),
             notes={IDS: flag(body, "return_token_ids")},
@@ -115,9 +120,8 @@ class Completions:
     def reply(self, served: Served, request: CallRequest, exchange: Exchange) -> bytes:
         choices = []
         for r in exchange.records:
-            pairs = list(zip(r.output_ids, r.logprobs, strict=True))
             text = (r.reply or {}).get("content") or ""
-            choices.append(_choice(served, request, r.index, text, pairs, r.finish_reason))
+            choices.append(_choice(served, request, r.index, text, exchange.told(r), r.finish_reason))
         usage = _usage(request, exchange.records)
         return orjson.dumps({**_head(served, request, exchange), "choices": choices, "usage": usage})
 
@@ -141,10 +145,10 @@ class CompletionStream:
     def said(self, said: Said) -> bytes:
         text = said.delta.content if said.delta else ""
         finish = said.record.finish_reason if said.record else None
-        pairs = list(said.logprobs)
+        told = list(said.logprobs)
         offset = self._offsets.get(said.index, 0)
-        self._offsets[said.index] = offset + len(self._served.tokens.text([t for t, _ in pairs]))
-        choice = _choice(self._served, self._request, said.index, text, pairs, finish, offset)
+        self._offsets[said.index] = offset + len(self._served.tokens.text([t.token for t in told]))
+        choice = _choice(self._served, self._request, said.index, text, told, finish, offset)
         usage = {"usage": None} if self._request.include_usage else {}
         return data_event({**self._head, "choices": [choice], **usage})
 
@@ -191,25 +195,30 @@ def _choice(
     request: CallRequest,
     index: int,
     text: str,
-    pairs: list[tuple[int, float]],
+    told: list[Told],
     finish_reason: str | None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    ids = {"token_ids": [t for t, _ in pairs]} if request.notes.get(IDS) else {}
-    logprobs = _logprobs(served, pairs, offset) if request.logprobs else None
+    ids = {"token_ids": [t.token for t in told]} if request.notes.get(IDS) else {}
+    logprobs = _logprobs(served, told, offset) if request.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
 
 
-def _logprobs(served: Served, pairs: Iterable[tuple[int, float]], offset: int) -> dict[str, Any]:
-    """The schema of completions: columns. Offsets count from the reply's beginning."""
-    tokens, values, offsets = [], [], []
-    for token, logprob in pairs:
-        text = served.tokens.text([token])
+def _logprobs(served: Served, told: Iterable[Told], offset: int) -> dict[str, Any]:
+    """The schema of completions: columns. Offsets count from the reply's beginning.
+
+    The likeliest are told by their text, as OpenAI does, the sampled token always among them; of two with one
+    text (halves of characters) the likelier is told.
+    """
+    tokens, values, top, offsets = [], [], [], []
+    for t in told:
+        text = served.tokens.text([t.token])
         tokens.append(text)
-        values.append(finite(logprob))
+        values.append(finite(t.logprob))
+        likeliest = {served.tokens.text([token]): logprob for token, logprob in reversed(t.top)}
+        top.append({**dict(reversed(likeliest.items())), text: finite(t.logprob)})
         offsets.append(offset)
         offset += len(text)
-    top = [{t: v} for t, v in zip(tokens, values, strict=True)]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

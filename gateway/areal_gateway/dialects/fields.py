@@ -46,6 +46,14 @@ class Field:
     neutral: Callable[[Any], bool] = _never
 
 
+def parts_without_effect(body: dict[str, Any], name: str, heeded: str) -> tuple[str, ...]:
+    """Of a field that is an object: `name.key` of each key that is set beside the one that is heeded."""
+    value = body.get(name)
+    if not isinstance(value, dict):
+        return ()
+    return tuple(f"{name}.{key}"[:80] for key, part in value.items() if key != heeded and part is not None)
+
+
 def treat(fields: dict[str, Field], body: dict[str, Any]) -> tuple[str, ...]:
     """Names of the fields that have no effect, sorted. Raises GatewayError (400) for a refused one."""
     without_effect = []

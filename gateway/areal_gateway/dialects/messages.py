@@ -12,10 +12,11 @@ import orjson
 
 from areal_agent.errors import GatewayError
 from areal_gateway.dialects.base import Past, Served, usage_of
-from areal_gateway.dialects.fields import treat
+from areal_gateway.dialects.constraints import anthropic_choice, constraint, openai_format
+from areal_gateway.dialects.fields import parts_without_effect, treat
 from areal_gateway.dialects.messages_fields import FIELDS, PROMPT_FIELDS
 from areal_gateway.dialects.messages_reading import read_conversation, read_tools, tool_input
-from areal_gateway.dialects.reading import an_object, bad, flag, integer, labels, model_name, stops
+from areal_gateway.dialects.reading import an_object, bad, flag, integer, kind, labels, model_name, stops
 from areal_gateway.exchange import CallRequest, ContextLengthError, Exchange, Said
 from areal_gateway.records import CallRecord
 from areal_gateway.reply import stopped_by
@@ -47,7 +48,7 @@ class Messages:
             raise bad("max_tokens: Field required")
         return _request(
             body,
-            ignored=treat(FIELDS, body),
+            ignored=(*treat(FIELDS, body), *parts_without_effect(body, "output_config", "format")),
             max_tokens=integer(body["max_tokens"], "max_tokens", 1, 2**31 - 1),
             stop=stops(body.get("stop_sequences"), "stop_sequences"),
             stream=flag(body, "stream"),
@@ -178,6 +179,10 @@ def _request(body: dict[str, Any], **fields: Any) -> CallRequest:
     choice = body.get("tool_choice")
     told_none = isinstance(choice, dict) and choice.get("type") == "none"
     thinking = body.get("thinking")
+    config = body.get("output_config") or {}
+    if not isinstance(config, dict):
+        raise bad(f"output_config must be an object, not {kind(config)}")
+    wanted = config.get("format") or body.get("output_format")
     shown = isinstance(thinking, dict) and thinking.get("type") not in (None, "disabled")
     return CallRequest(
         dialect=Messages.name,
@@ -185,6 +190,13 @@ def _request(body: dict[str, Any], **fields: Any) -> CallRequest:
         messages=read_conversation(body),
         tools=tools,
         parse_tools=bool(tools) and not told_none,
+        constraint=constraint(
+            tools,
+            anthropic_choice(choice, tools),
+            openai_format(wanted, "output_config.format", nested=False),
+            parallel=not (isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True),
+            fields=("tool_choice", "output_config" if config.get("format") else "output_format"),
+        ),
         notes={THINKING: shown},
         **fields,
     )

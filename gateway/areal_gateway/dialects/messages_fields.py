@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from areal_gateway.dialects.constraints import FORCED_TOOLS, JSON_FORMATS
 from areal_gateway.dialects.fields import Field, Treatment
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
 _SERVICE = "it concerns Anthropic's own service"
-
-
-def _plain_tool_choice(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in ("auto", "none")
 
 
 PROMPT_FIELDS: dict[str, Field] = {
@@ -24,18 +19,13 @@ PROMPT_FIELDS: dict[str, Field] = {
     ),
     "system": Field(_T.HONOURED, "a string, or text blocks, which are joined without a separator"),
     "tools": Field(_T.HONOURED, "tools with an input_schema; Anthropic's own server tools are refused"),
-    "tool_choice": Field(
-        _T.IGNORED,
-        "forcing a tool would constrain the sampling; auto and none are honoured",
-        _plain_tool_choice,
-    ),
+    "tool_choice": Field(_T.HONOURED, FORCED_TOOLS),
     "thinking": Field(
         _T.HONOURED,
         "enabled or adaptive shows what the model thought; whether it thinks, and how long, is the run's template's",
     ),
-    "output_config": Field(
-        _T.IGNORED, "a grammar would constrain the sampling, and the model has no effort switch"
-    ),
+    "output_config": Field(_T.HONOURED, f"format: {JSON_FORMATS}; effort: the model has no such switch"),
+    "output_format": Field(_T.HONOURED, "the older name of output_config.format"),
     "cache_control": Field(_T.IGNORED, "prompts are cached anyway"),
     "speed": Field(_T.IGNORED, _SERVICE),
     "user_profile_id": Field(_T.IGNORED, _SERVICE),

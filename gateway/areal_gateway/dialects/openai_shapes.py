@@ -10,6 +10,7 @@ import orjson
 
 from areal_agent.errors import GatewayError
 from areal_gateway.dialects.base import Served
+from areal_gateway.exchange import Told
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: every reader of server-sent events skips it, OpenAI's SDKs among them."""
@@ -42,17 +43,18 @@ def finite(logprob: float) -> float | None:
     return logprob if math.isfinite(logprob) else None
 
 
-def token_logprobs(served: Served, pairs: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
-    """(token id, logprob) pairs -> the entries of chat completions and responses."""
-    out = []
-    for token, logprob in pairs:
-        text = served.tokens.text([token])
-        out.append(
-            {
-                "token": text,
-                "logprob": finite(logprob),
-                "bytes": None if "�" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-        )
-    return out
+def token_logprobs(served: Served, tokens: Iterable[Told]) -> list[dict[str, Any]]:
+    """The entries of chat completions and responses, one a token."""
+    return [
+        {**_entry(served, t.token, t.logprob), "top_logprobs": [_entry(served, *e) for e in t.top]}
+        for t in tokens
+    ]
+
+
+def _entry(served: Served, token: int, logprob: float) -> dict[str, Any]:
+    text = served.tokens.text([token])
+    return {
+        "token": text,
+        "logprob": finite(logprob),
+        "bytes": None if "�" in text else list(text.encode()),
+    }

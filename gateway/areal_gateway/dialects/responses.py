@@ -12,7 +12,8 @@ import orjson
 
 from areal_agent.errors import GatewayError
 from areal_gateway.dialects.base import Past, Served, usage_of
-from areal_gateway.dialects.fields import treat
+from areal_gateway.dialects.constraints import MAX_TOP_LOGPROBS, constraint, openai_choice, openai_format
+from areal_gateway.dialects.fields import parts_without_effect, treat
 from areal_gateway.dialects.openai_shapes import error_body, token_logprobs
 from areal_gateway.dialects.reading import an_object, bad, flag, integer, kind, labels, model_name
 from areal_gateway.dialects.responses_fields import FIELDS, PROMPT_FIELDS
@@ -52,10 +53,11 @@ class Responses:
         return _request(
             body,
             past,
-            ignored=treat(FIELDS, body),
+            ignored=(*treat(FIELDS, body), *parts_without_effect(body, "text", "format")),
             max_tokens=integer(body.get("max_output_tokens"), "max_output_tokens", 1, 2**31 - 1),
             stream=flag(body, "stream"),
             logprobs=LOGPROBS in include,
+            top_logprobs=integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
             labels=labels(body.get("metadata")),
         )
 
@@ -95,12 +97,22 @@ class InputTokens:
 def _request(body: dict[str, Any], past: Past, **fields: Any) -> CallRequest:
     messages, after = read_conversation(body, past)
     tools = read_tools(body.get("tools"))
+    choice, text = body.get("tool_choice"), body.get("text")
+    if text is not None and not isinstance(text, dict):
+        raise bad(f"text must be an object, not {kind(text)}")
     return CallRequest(
         dialect=Responses.name,
         model=model_name(body),
         messages=messages,
         tools=tools,
-        parse_tools=bool(tools) and body.get("tool_choice") != "none",
+        parse_tools=bool(tools) and choice != "none",
+        constraint=constraint(
+            tools,
+            openai_choice(choice, tools),
+            openai_format((text or {}).get("format"), "text.format", nested=False),
+            parallel=body.get("parallel_tool_calls") is not False,
+            fields=("tool_choice", "text"),
+        ),
         after=after,
         notes={k: default if body.get(k) is None else body[k] for k, default in _ECHOED.items()},
         **fields,
@@ -130,8 +142,7 @@ def document(
 
 
 def finished(served: Served, request: CallRequest, exchange: Exchange, record: CallRecord) -> dict[str, Any]:
-    pairs = zip(record.output_ids, record.logprobs, strict=True)
-    logprobs = token_logprobs(served, pairs) if request.logprobs else None
+    logprobs = token_logprobs(served, exchange.told(record)) if request.logprobs else None
     output = output_items(record.reply or {}, exchange.exchange_id, logprobs)
     cut = record.finish_reason == "length"
     if cut:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from areal_gateway.dialects.constraints import FORCED_TOOLS, JSON_FORMATS, PARALLEL_CALLS, TOP_LOGPROBS
 from areal_gateway.dialects.fields import Field, Treatment
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
 _SERVICE = "it concerns OpenAI's own service"
 _TEMPLATE = "the run's template decides about thinking"
-
-
-def _plain_text(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) - {"format"}:
-        return False
-    return value.get("format") in (None, {"type": "text"})
 
 
 PROMPT_FIELDS: dict[str, Field] = {
@@ -33,21 +26,15 @@ PROMPT_FIELDS: dict[str, Field] = {
         "found in the ledger, also after a restart and with store=false; of the same session only",
     ),
     "tools": Field(_T.HONOURED, "functions; OpenAI's own tools are refused"),
-    "tool_choice": Field(
-        _T.IGNORED,
-        "forcing a tool would constrain the sampling; auto and none are honoured",
-        lambda v: v in ("auto", "none"),
-    ),
-    "parallel_tool_calls": Field(_T.IGNORED, "it would constrain the sampling", lambda v: v is True),
+    "tool_choice": Field(_T.HONOURED, FORCED_TOOLS),
+    "parallel_tool_calls": Field(_T.IGNORED, PARALLEL_CALLS, lambda v: v is True),
     "conversation": Field(
         _T.REFUSED, "there are no conversation objects; send `previous_response_id` or the items"
     ),
     "prompt": Field(_T.REFUSED, "prompt templates are stored at OpenAI; send `instructions` and `input`"),
     "reasoning": Field(_T.IGNORED, _TEMPLATE),
     "personality": Field(_T.IGNORED, "the model has no such switch"),
-    "text": Field(
-        _T.IGNORED, "a grammar would constrain the sampling; ask for the format in the prompt", _plain_text
-    ),
+    "text": Field(_T.HONOURED, f"format: {JSON_FORMATS}; verbosity: the model has no such switch"),
     "truncation": Field(
         _T.IGNORED, "history is never cut behind the agent's back", lambda v: v == "disabled"
     ),
@@ -66,7 +53,7 @@ FIELDS: dict[str, Field] = {
         _T.HONOURED,
         "message.output_text.logprobs, of all sampled tokens; of the rest there is nothing to include",
     ),
-    "top_logprobs": Field(_T.IGNORED, "only the sampled token's logprob is known", lambda v: v == 0),
+    "top_logprobs": Field(_T.HONOURED, TOP_LOGPROBS),
     "metadata": Field(_T.HONOURED, "labels of the call, and echoed"),
     "temperature": Field(_T.PINNED, _DISTRIBUTION),
     "top_p": Field(_T.PINNED, _DISTRIBUTION),

@@ -25,7 +25,7 @@ from areal_gateway.dialects.responses_items import (
     reasoning_part,
     text_part,
 )
-from areal_gateway.exchange import CallRequest, Exchange, Said
+from areal_gateway.exchange import CallRequest, Exchange, Said, Told
 from areal_gateway.records import CallRecord
 
 Document = dict[str, Any]
@@ -67,7 +67,7 @@ class ResponseStream:
         self._open: _Open | None = None
         self._answered = False
         """A message or a function call was sent."""
-        self._pairs: list[tuple[int, float]] = []
+        self._pairs: list[Told] = []
         """Logprobs that no event has told yet."""
 
     def said(self, said: Said) -> bytes:

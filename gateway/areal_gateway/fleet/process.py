@@ -37,6 +37,10 @@ class LaunchSpec:
     seed: int = 0
 
 
+MAX_LOGPROBS = 21
+"""An agent may ask for the 20 likeliest tokens, and the sampled one is another."""
+
+
 @dataclass(frozen=True)
 class EngineArgs:
     """A command and what it adds to the environment."""
@@ -56,6 +60,7 @@ def _common(spec: LaunchSpec, dtype: str, *more: str) -> list[str]:
     command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION]
     # The recorded logprob is of the distribution that was sampled from, temperature and cuts included.
     command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--max-logprobs", str(MAX_LOGPROBS)]
     command += ["--stream-interval", str(f.stream_interval), "--max-num-seqs", str(f.max_num_seqs)]
     command += ["--enable-prefix-caching", "--dtype", dtype, "--disable-uvicorn-access-log"]
     command += ["--tensor-parallel-size", str(f.tensor_parallel)]

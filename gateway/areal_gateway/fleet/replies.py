@@ -24,26 +24,37 @@ FINISH_REASONS = ("stop", "length", "abort")
 MASKED = -9999.0
 """vLLM writes a logprob of minus infinity as this; a sampled token cannot have it."""
 
+ID = "token_id:"
+"""How completions spells a token id in place of the token's text."""
+
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 
 
+Top = list[list[tuple[int, float]]]
+"""For each token, the likeliest at its place: (token id, logprob)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An event: `token_ids` [n], `logprobs` [n], the finish reason on the last, and the choice as it came."""
+    """An event: `token_ids` [n], `logprobs` [n], the finish reason on the last, and the choice as it came.
+
+    `top` [n], where it was asked for: (token id, logprob) of the likeliest tokens, the likeliest first.
+    """
 
     token_ids: list[int]
     logprobs: list[float | None]
     finish_reason: str | None
     choice: dict[str, Any]
+    top: Top | None = None
 
 
 async def pieces(
-    http: EngineHTTP, path: str, body: dict[str, Any], timeout_s: float
+    http: EngineHTTP, path: str, body: dict[str, Any], timeout_s: float, top: int = 0
 ) -> AsyncGenerator[Piece]:
-    """Stream the reply to `body`. Raises as EngineDriver.generate does."""
+    """Stream the reply to `body`, with the `top` likeliest tokens. Raises as EngineDriver.generate does."""
     n, done = 0, False
-    read_logprobs = _LOGPROBS[path]
+    read_logprobs, read_top = _LOGPROBS[path], _TOP[path]
     try:
         # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
         async with http.stream(path, body, timeout_s) as response:
@@ -61,7 +72,9 @@ async def pieces(
                 if finish is not None and finish not in FINISH_REASONS:
                     raise EngineError(f"engine {http.url} ended a reply with finish_reason {finish!r}")
                 done = done or finish is not None
-                yield Piece(ids, read_logprobs(ids, choice.get("logprobs") or {}), finish, choice)
+                raw = choice.get("logprobs") or {}
+                likeliest = read_top(ids, raw, top) if top else None
+                yield Piece(ids, read_logprobs(ids, raw), finish, choice, likeliest)
     except TimeoutError:
         raise EngineTimedOut(
             f"engine {http.url} had not finished the reply after {timeout_s:.0f} s "
@@ -119,19 +132,47 @@ _LOGPROBS: dict[str, Callable[[list[int], dict[str, Any]], list[float | None]]] 
 }
 
 
+def _top_of_generate(ids: list[int], raw: dict[str, Any], k: int) -> Top:
+    content = raw.get("content") or []
+    entries = ((c or {}).get("top_logprobs") or () for c in content)
+    found = [[(int(e["token_id"]), float(e["logprob"])) for e in at] for at in entries]
+    return _likeliest(ids, found, k)
+
+
+def _top_of_completions(ids: list[int], raw: dict[str, Any], k: int) -> Top:
+    columns = raw.get("top_logprobs") or []
+    found = [[(int(name.removeprefix(ID)), float(p)) for name, p in (at or {}).items()] for at in columns]
+    return _likeliest(ids, found, k)
+
+
+def _likeliest(ids: list[int], found: Top, k: int) -> Top:
+    """The likeliest `k` at each place, those of probability 0 left out; none where the engine told none."""
+    found = found if len(found) == len(ids) else [[] for _ in ids]
+    return [sorted((e for e in at if e[1] > MASKED), key=lambda e: -e[1])[:k] for at in found]
+
+
+_TOP: dict[str, Callable[[list[int], dict[str, Any], int], Top]] = {
+    GENERATE: _top_of_generate,
+    COMPLETIONS: _top_of_completions,
+}
+
+
 def _sampled(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) and value > MASKED else None
 
 
 def sampling_params(s: EngineSampling) -> dict[str, Any]:
-    """EngineSampling in vLLM's words. `logprobs: 0` asks for the sampled token's own."""
+    """EngineSampling in vLLM's words. `logprobs: 0` asks for the sampled token's own.
+
+    vLLM's k entries count the sampled token, wherever it ranks: one more makes sure that the likeliest k are there.
+    """
     params = dict(s.extra)
     params |= {
         "max_tokens": s.max_tokens,
         "temperature": s.temperature,
         "top_p": s.top_p,
         "top_k": s.top_k,
-        "logprobs": 0,
+        "logprobs": s.top_logprobs + 1 if s.top_logprobs else 0,
     }
     if s.stop:
         params["stop"] = s.stop
@@ -159,4 +200,6 @@ def generate_body(
 def completions_body(model: str | None, prompt_ids: list[int], s: EngineSampling) -> dict[str, Any]:
     """A request to COMPLETIONS, which gives token ids on request."""
     asked = {"model": model, "prompt": prompt_ids, "stream": True, "return_token_ids": True}
+    if s.top_logprobs:
+        asked["return_tokens_as_token_ids"] = True
     return sampling_params(s) | asked

@@ -89,14 +89,14 @@ class ResubmitDriver(EngineHTTP):
         self._flights.add(flight)
         left = max(0.01, timeout_s - (time.monotonic() - began))
         try:
-            async with aclosing(pieces(self, self._path, body, left)) as stream:
+            async with aclosing(pieces(self, self._path, body, left, sampling.top_logprobs)) as stream:
                 while (piece := await flight.next(stream)) is not None:
                     flight.n += len(piece.token_ids)
                     finish = piece.finish_reason
                     if finish == "abort" and flight.aborting:
                         finish = INTERRUPTED
                     spans = None if finish is None else _one_span(flight)
-                    yield Chunk(piece.token_ids, piece.logprobs, finish, spans)
+                    yield Chunk(piece.token_ids, piece.logprobs, finish, spans, piece.top)
                     if finish is not None:
                         return
             yield Chunk([], [], INTERRUPTED, _one_span(flight))

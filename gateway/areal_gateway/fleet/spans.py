@@ -74,13 +74,13 @@ class SpansDriver(EngineHTTP):
         flight = self._flights[id] = _Flight(self._version)
         body = generate_body(self.model, prompt_ids, sampling, id)
         try:
-            async with aclosing(pieces(self, GENERATE, body, timeout_s)) as stream:
+            async with aclosing(pieces(self, GENERATE, body, timeout_s, sampling.top_logprobs)) as stream:
                 async for piece in stream:
                     flight.n += len(piece.token_ids)
                     spans = None
                     if piece.finish_reason is not None:
                         spans = self._stamped(piece.choice.get("weight_versions") or [], flight)
-                    yield Chunk(piece.token_ids, piece.logprobs, piece.finish_reason, spans)
+                    yield Chunk(piece.token_ids, piece.logprobs, piece.finish_reason, spans, piece.top)
         except EngineLost as e:
             e.spans = flight.spans()
             raise

@@ -26,14 +26,16 @@ class Chunk:
     """A piece of a reply, as it leaves the engine.
 
     `token_ids` [n], `logprobs` [n] (None where the engine gave none: the call is then incomplete).
-    `finish_reason` ("stop", "length", "abort", or a driver's INTERRUPTED) and `spans` (over all output tokens of the reply, not
-    of the chunk) are given on the last chunk only.
+    `finish_reason` ("stop", "length", "abort", or a driver's INTERRUPTED) and `spans` (over all output tokens of
+    the reply, not of the chunk) are given on the last chunk only. `top` [n], where it was asked for: the
+    likeliest tokens at each position, (token id, logprob), the likeliest first.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
     finish_reason: str | None = None
     spans: list[Span] | None = None
+    top: list[list[tuple[int, float]]] | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -43,6 +45,8 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class EngineSampling:
     """How the engine samples one reply. `stop` strings and `stop_token_ids` end it; top_k 0 keeps all.
+
+    `top_logprobs`: how many of the likeliest tokens to tell at each position.
 
     `extra` is passed to the engine's sampling_params as it is (min_tokens, ignore_eos, logit_bias, ...)
     and may not override a field named here.
@@ -55,6 +59,7 @@ class EngineSampling:
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
+    top_logprobs: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
 
