@@ -80,7 +80,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 async def client(url: str) -> AsyncIterator[SpansDriver]:
     client = SpansDriver(url, None)
     client.model = await client.model_name(5)
-    await client.set_label(0, 5)
+    await client.stamp(0, 5)
     yield client
     await client.close()
 
