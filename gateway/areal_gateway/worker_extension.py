@@ -148,26 +148,36 @@ class _Membership:
         end = time.monotonic() + timeout_s
         self.phase = "receiving"
         _fit(self.staging, [b.nbytes for b in manifest.buckets], pin=self.device != "cpu")
-        bounce = None
-        if self.device != "cpu":
-            bounce = torch.empty(
-                max(b.nbytes for b in manifest.buckets), dtype=torch.uint8, device=self.device
-            )
-        checksums = []
-        for bucket, staged in zip(manifest.buckets, self.staging, strict=True):
-            landing = staged if bounce is None else bounce[: bucket.nbytes]
+        landings = self._landings(manifest)
+
+        def start(i: int) -> Any:
+            if (group := self.group) is None:
+                raise RuntimeError("the group was closed")
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-            group = self.group
-            if group is None:
-                raise RuntimeError("the group was closed")
-            group.broadcast([landing], options).wait()
-            checksums.append(checksum(landing.view(torch.int32)))
-            if bounce is not None:
+            return group.broadcast([landings[i]], options)
+
+        checksums = []
+        # Two are asked for at a time: one comes in while the one before it is checked.
+        works = [start(i) for i in range(min(2, len(landings)))]
+        for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
+            works[i].wait()
+            checksums.append(checksum(landing.view(torch.int64)))
+            if landing is not staged:
                 staged.copy_(landing)
+            if i + 2 < len(landings):
+                works.append(start(i + 2))
         self.checksums = checksums
         self.phase = "received"
+
+    def _landings(self, manifest: Manifest) -> list[torch.Tensor]:
+        """Where each bucket is received: staging itself, or one of two buffers on the device by turns."""
+        if self.device == "cpu":
+            return self.staging
+        most = max(b.nbytes for b in manifest.buckets)
+        two = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return [two[i % 2][: b.nbytes] for i, b in enumerate(manifest.buckets)]
 
 
 def _fit(staging: list[torch.Tensor], sizes: list[int], *, pin: bool) -> None:

@@ -4,8 +4,8 @@ Invariant: `push(v)` returns only after the gateway committed v; otherwise it ra
 aborted and the group freed, so that no engine waits in a broadcast.
 
 Rank 0 keeps one TCPStore for its life, bound to loopback. Every epoch of the weight group has its own
-prefix in it, and rank 0 of the trainer is rank 0 of that group. FSDP shards are gathered tensor by tensor
-(all ranks take part), cast to the wire dtype, and packed into one reused buffer of a bucket's size.
+prefix in it, and rank 0 of the trainer is rank 0 of that group. Weights travel in packed buckets (see
+buckets.py), one broadcast for each; the next is gathered and packed while the last is on the wire.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from areal_agent.config import FleetConfig, WeightsConfig
 from areal_agent.errors import GatewayError, WeightUpdateError
-from areal_agent.weights import Bucket, checksum, plan
+from areal_agent.weights import checksum
+from areal_trainers.buckets import Packer
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
 from areal_trainers.platform import Platform
@@ -79,13 +79,9 @@ class WeightsSender:
                 f"weights.backend = {config.backend} but platform {platform.name} broadcasts with "
                 f"{platform.backend}; leave it auto"
             )
-        self._tensors = dict(unique_tensors(lm))
-        self._dtype = getattr(torch, dtype)
-        self.manifest = plan(
-            [(name, dtype, tuple(t.shape)) for name, t in self._tensors.items()], int(config.bucket_mib * MIB)
-        )
-        size = max(b.nbytes for b in self.manifest.buckets)
-        self._buffer = torch.zeros(size if ranks.first else 0, dtype=torch.uint8, device=ranks.device)
+        bucket_bytes = int(config.bucket_mib * MIB)
+        self._packer = Packer(dict(unique_tensors(lm)), dtype, bucket_bytes, keep=ranks.first)
+        self.manifest = self._packer.manifest
         self._store = _loopback_store(config.join_timeout_s) if ranks.first else None
         self._group: Any = None
 
@@ -120,11 +116,7 @@ class WeightsSender:
         update: dict[str, Any] = {}
         try:
             self._agree(lambda: update.update(self._begin(version, force)))
-            checksums: list[str] = []
-            end = time.monotonic() + self._config.transfer_timeout_s
-            for bucket in self.manifest.buckets:
-                self._pack(bucket)
-                self._agree(lambda b=bucket: checksums.append(self._send(b, end)))
+            checksums = self._transfer()
             result: dict[str, Any] = {}
             self._agree(lambda: result.update(self._commit(version, update["update_id"], checksums)))
         except BaseException as e:
@@ -191,22 +183,30 @@ class WeightsSender:
             raise
         return update
 
-    def _pack(self, bucket: Bucket) -> None:
-        """Gather, cast and lay a bucket's tensors into the buffer (on rank 0)."""
-        for spec in bucket.tensors:
-            value = self._tensors[spec.name]
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if self._ranks.first:
-                raw = whole.to(self._dtype).contiguous().view(-1).view(torch.uint8)
-                self._buffer[spec.offset : spec.offset + spec.nbytes].copy_(raw)
+    def _transfer(self) -> list[str]:
+        """Broadcast every bucket, at most two of them at once; their checksums (on rank 0)."""
+        end = time.monotonic() + self._config.transfer_timeout_s
+        checksums: list[str] = []
+        on_the_wire: list[tuple[Any, torch.Tensor]] = []
 
-    def _send(self, bucket: Bucket, end: float) -> str:
-        flat = self._buffer[: bucket.nbytes]
+        def send(flat: torch.Tensor) -> None:
+            on_the_wire.append((self._broadcast(flat, end), flat))
+            checksums.append(checksum(flat.view(torch.int64)))
+            if len(on_the_wire) == 2:
+                on_the_wire.pop(0)[0].wait()
+
+        for i in range(len(self.manifest.buckets)):
+            flat = self._packer.pack(i)
+            self._agree(lambda flat=flat: send(flat))
+        self._agree(lambda: [work.wait() for work, _ in on_the_wire])
+        return checksums
+
+    def _broadcast(self, flat: torch.Tensor, end: float) -> Any:
+        """Start one; `wait` of what it returns raises RuntimeError at `end`."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-        self._group.broadcast([flat], options).wait()
-        return checksum(flat.view(torch.int32))
+        return self._group.broadcast([flat], options)
 
     def _commit(self, version: int, update_id: str, checksums: list[str]) -> dict[str, Any]:
         """Commit; where no answer came, ask again: a commit that is under way answers the repetition."""
