@@ -21,6 +21,12 @@ ALIGN = 16
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Wire dtypes. Weights are cast to one of these by the sender."""
 
+DISK = "disk"
+"""In place of a collective backend: buckets lie in a folder, one safetensors file each (`shard_name`)."""
+
+LOCK_FILE = "lock"
+"""In that folder: readers hold a shared flock(2) on it while they read, whoever removes it an exclusive one."""
+
 CHUNK = 64
 """Words of 8 bytes that a checksum adds up at a time: the finest order it can see is that of 512 bytes."""
 
@@ -78,6 +84,11 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int)
     if current:
         buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
     return Manifest(buckets=tuple(buckets))
+
+
+def shard_name(index: int, count: int) -> str:
+    """File of bucket `index` in a folder of `count`, as Hugging Face calls the parts of a model."""
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def checksum(words: Any) -> str:

@@ -12,6 +12,7 @@ the engine's main loop: each returns at once, `areal_load` apart.
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import queue
@@ -19,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from areal_agent.weights import Manifest, checksum
+from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -119,6 +121,12 @@ class _Membership:
             self.phase = "receiving"
         self._jobs.put(lambda: self._receive(manifest, timeout_s))
 
+    def read(self, version: int, manifest: Manifest, folder: Path) -> None:
+        """Stage `version` from disk instead; there is no group to join."""
+        self.version, self.manifest, self.phase = version, manifest, "receiving"
+        self._jobs.put(lambda: self._read(manifest, folder))
+        self.thread.start()
+
     def close(self) -> None:
         """Leave the group. Ends the thread soon: aborting the group fails what it waits for."""
         self.closed = True
@@ -168,6 +176,26 @@ class _Membership:
                 staged.copy_(landing)
             if i + 2 < len(landings):
                 works.append(start(i + 2))
+        self.checksums = checksums
+        self.phase = "received"
+
+    def _read(self, manifest: Manifest, folder: Path) -> None:
+        from safetensors import safe_open
+
+        _fit(self.staging, [b.nbytes for b in manifest.buckets], pin=self.device != "cpu")
+        checksums = []
+        count = len(manifest.buckets)
+        with (folder / LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the trainer prunes nothing that is locked
+            for i, (bucket, staged) in enumerate(zip(manifest.buckets, self.staging, strict=True)):
+                if self.closed:
+                    return
+                staged.zero_()  # between tensors, as in the bucket the trainer summed up
+                with safe_open(folder / shard_name(i, count), framework="pt") as file:
+                    for spec in bucket.tensors:
+                        place = staged[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
+                        place.view(spec.shape).copy_(file.get_tensor(spec.name))
+                checksums.append(checksum(staged.view(torch.int64)))
         self.checksums = checksums
         self.phase = "received"
 
@@ -240,6 +268,13 @@ class WeightReceiver:
         if member.phase in ("failed", "receiving"):
             return {"error": f"cannot receive while {member.phase}: {member.error}"}
         member.submit(version, Manifest.model_validate(manifest), timeout_s)
+        return {}
+
+    def stage(self, *, epoch: int, version: int, manifest: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Read `version` from `folder` in the background; `load` is then as after a broadcast."""
+        self.abort()
+        member = self._member = _Membership(epoch, self.device, self._staging)
+        member.read(version, Manifest.model_validate(manifest), Path(folder))
         return {}
 
     def status(self) -> dict[str, Any]:
@@ -374,6 +409,10 @@ class AREALWorkerExtension:
     def areal_receive(self, arg: str) -> dict[str, Any]:
         """{epoch, version, manifest, timeout_s} -> {} or {error}"""
         return self._areal_receiver().receive(**json.loads(arg))
+
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        """{epoch, version, manifest, folder} -> {}"""
+        return self._areal_receiver().stage(**json.loads(arg))
 
     def areal_status(self, arg: str = "{}") -> dict[str, Any]:
         """-> {phase, epoch, version, checksums, error}"""

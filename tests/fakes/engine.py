@@ -543,6 +543,10 @@ class _SimulatedReceiver:
         }
         return {}
 
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        self.areal_join(arg)
+        return self.areal_receive(arg)
+
     def areal_status(self, _: str = "{}") -> dict[str, Any]:
         return self.state
 
@@ -576,6 +580,9 @@ class _GlooReceiver:
 
     def areal_receive(self, arg: str) -> dict[str, Any]:
         return self.receiver.receive(**json.loads(arg))
+
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        return self.receiver.stage(**json.loads(arg))
 
     def areal_status(self, _: str = "{}") -> dict[str, Any]:
         status = self.receiver.status()

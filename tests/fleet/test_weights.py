@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fakes.sender import Sender, checksums, pack
 from fleet_kit import Harness, fake_fleet, run_config
 
 from areal_agent.errors import WeightUpdateError
-from areal_agent.weights import Manifest, plan
+from areal_agent.weights import DISK, Manifest, plan
 from areal_gateway.fleet import EngineSampling, WeightConflict
 
 MANIFEST = plan([("w", "float32", (4,)), ("v", "float32", (8,))], 16)
@@ -30,8 +30,11 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(64, 33, generator=g) for i in range(5)}
 
 
-async def begin(h: Harness, version: int, **kw: Any) -> dict[str, Any]:
-    return await h.fleet.weights.begin(version=version, manifest=MANIFEST, store=STORE, backend="gloo", **kw)
+async def begin(h: Harness, version: int, transport: str = "gloo", **kw: Any) -> dict[str, Any]:
+    store = {"folder": "/nothing/is/read"} if transport == DISK else STORE
+    return await h.fleet.weights.begin(
+        version=version, manifest=MANIFEST, store=store, backend=transport, **kw
+    )
 
 
 async def update(h: Harness, version: int, **kw: Any) -> dict[str, Any]:
@@ -272,21 +275,38 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("fault", TABLE, ids=lambda f: f.name)
-async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(tmp_path: Path, fault: Fault) -> None:
+def over_disk(fault: Fault) -> Fault | None:
+    """The same fault where there is no group to join, and staging starts with one call."""
+    rpc = dict(fault.faults.get("rpc", {}))
+    if "areal_join" in rpc:
+        return None
+    if "areal_receive" in rpc:
+        rpc["areal_stage"] = rpc.pop("areal_receive")
+    return replace(fault, faults=fault.faults | {"rpc": rpc})
+
+
+CASES = [pytest.param("gloo", f, id=f.name) for f in TABLE]
+CASES += [pytest.param(DISK, g, id=f"disk: {f.name}") for f in TABLE if (g := over_disk(f)) is not None]
+
+
+@pytest.mark.parametrize(("transport", "fault"), CASES)
+async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(
+    tmp_path: Path, transport: str, fault: Fault
+) -> None:
     config = run_config(
         fleet={"max_restarts": 0}, gateway={"hold_timeout_s": 0.3}, weights={"transfer_timeout_s": 1}
     )
     async with fake_fleet(tmp_path, 2, config=config) as h:
-        await update(h, 1)  # so that nothing may serve version 0 any more
-        await h.fleet.weights.abort((await begin(h, 2))["update_id"], "so that the next one joins anew")
+        await update(h, 1, transport=transport)  # so that nothing may serve version 0 any more
+        again = await begin(h, 2, transport)
+        await h.fleet.weights.abort(again["update_id"], "so that the next one joins anew")
         for i in fault.where:
             for name, value in fault.faults.items():
                 setattr(h.engines[i].faults, name, value)
         began = time.monotonic()
         error: WeightUpdateError | None = None
         try:
-            await update(h, 2)
+            await update(h, 2, transport=transport)
         except WeightUpdateError as e:
             error = e
         assert time.monotonic() - began < fault.within_s
@@ -310,7 +330,7 @@ async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(tmp_path: 
         # what is left takes the next update, in a group of its own when the old one broke
         for i in fault.where:
             h.engines[i].faults.rpc, h.engines[i].faults.http, h.engines[i].faults.receive = {}, {}, None
-        result = await update(h, h.fleet.version + 1)
+        result = await update(h, h.fleet.version + 1, transport=transport)
         assert_agrees(h)
         assert result["engines"] == h.states().count("serving") >= 1
 

@@ -42,6 +42,7 @@ class Packer:
         """Bucket `index` as uint8 [nbytes] (empty where not `keep`); its memory is used again by `index` + 2."""
         bucket = self.manifest.buckets[index]
         flat: torch.Tensor | None = None
+        end = 0
         for spec in bucket.tensors:
             tensor = whole(self._tensors[spec.name])
             if not self._keep:
@@ -51,10 +52,15 @@ class Packer:
                 return as_it_is
             if flat is None:
                 flat = self._buffer(index % 2, bucket.nbytes, tensor.device)
+            flat[end : spec.offset].zero_()  # so that equal weights make equal bytes
+            end = spec.offset + spec.nbytes
             place = flat[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
             place.view(spec.shape).copy_(tensor)
             del tensor  # before the next is gathered
-        return self._buffers[index % 2][:0] if flat is None else flat
+        if flat is None:
+            return self._buffers[index % 2][:0]
+        flat[end:].zero_()
+        return flat
 
     def _buffer(self, which: int, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._buffers[which].numel() < nbytes:

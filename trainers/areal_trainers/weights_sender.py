@@ -5,15 +5,18 @@ aborted and the group freed, so that no engine waits in a broadcast.
 
 Rank 0 keeps one TCPStore for its life, bound to loopback. Every epoch of the weight group has its own
 prefix in it, and rank 0 of the trainer is rank 0 of that group. Weights travel in packed buckets (see
-buckets.py), one broadcast for each; the next is gathered and packed while the last is on the wire.
+buckets.py), one broadcast for each; the next is gathered and packed while the last is on the wire. With
+`weights.transport: disk` they are files (see weight_folder.py), written before the update begins.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +26,13 @@ from transformers import PreTrainedModel
 
 from areal_agent.config import FleetConfig, WeightsConfig
 from areal_agent.errors import GatewayError, WeightUpdateError
-from areal_agent.weights import checksum
+from areal_agent.weights import DISK, checksum
 from areal_trainers.buckets import Packer
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
 from areal_trainers.platform import Platform
 from areal_trainers.ranks import Ranks
+from areal_trainers.weight_folder import WeightFolder
 
 MIB = 2**20
 LOOPBACK = "127.0.0.1"
@@ -82,7 +86,13 @@ class WeightsSender:
         bucket_bytes = int(config.bucket_mib * MIB)
         self._packer = Packer(dict(unique_tensors(lm)), dtype, bucket_bytes, keep=ranks.first)
         self.manifest = self._packer.manifest
-        self._store = _loopback_store(config.join_timeout_s) if ranks.first else None
+        self._store: TCPStore | None = None
+        self._files: WeightFolder | None = None
+        if config.transport == "disk":
+            root = Path(config.folder).absolute()
+            self._files = WeightFolder(root, lm, self._packer, config.keep, write=ranks.first)
+        elif ranks.first:
+            self._store = _loopback_store(config.join_timeout_s)
         self._group: Any = None
 
     def push(self, version: int, *, force: bool = False) -> Pushed:
@@ -90,9 +100,13 @@ class WeightsSender:
 
         `force` allows a version that does not follow the fleet's (a resumed trainer).
         """
+        written = self._write(version) if self._files is not None else None
         for attempt in range(1, self._config.retries + 2):
             try:
-                return self._attempt(version, attempt, force)
+                pushed = self._attempt(version, attempt, force, written)
+                if self._files is not None and self._ranks.first:
+                    self._files.prune()
+                return pushed
             except WeightUpdateError as e:
                 if not e.retry or attempt > self._config.retries:
                     raise WeightUpdateError(
@@ -112,11 +126,20 @@ class WeightsSender:
 
     # One attempt. Rank 0 talks; after each stage all ranks learn whether it went well.
 
-    def _attempt(self, version: int, attempt: int, force: bool) -> Pushed:
+    def _write(self, version: int) -> list[str]:
+        """Put `version` on disk, on which all attempts then rest; its checksums (on rank 0)."""
+        assert self._files is not None
+        checksums: list[str] = []
+        buckets = self._files.write(version)
+        for _ in range(len(self.manifest.buckets) + 1):  # once more: the folder gets its name
+            self._agree(lambda: checksums.extend(s for s in [next(buckets, None)] if s is not None), all=True)
+        return checksums
+
+    def _attempt(self, version: int, attempt: int, force: bool, written: list[str] | None) -> Pushed:
         update: dict[str, Any] = {}
         try:
             self._agree(lambda: update.update(self._begin(version, force)))
-            checksums = self._transfer()
+            checksums = self._transfer() if written is None else written
             result: dict[str, Any] = {}
             self._agree(lambda: result.update(self._commit(version, update["update_id"], checksums)))
         except BaseException as e:
@@ -132,10 +155,10 @@ class WeightsSender:
             attempts=attempt,
         )
 
-    def _agree(self, stage: Any) -> None:
-        """Run `stage` on rank 0; every rank raises WeightUpdateError when it failed there."""
+    def _agree(self, stage: Callable[[], object], *, all: bool = False) -> None:
+        """Run `stage` on rank 0 (or on all); every rank raises WeightUpdateError when it failed somewhere."""
         error: WeightUpdateError | None = None
-        if self._ranks.first:
+        if self._ranks.first or all:
             try:
                 stage()
             except WeightUpdateError as e:
@@ -156,13 +179,17 @@ class WeightsSender:
 
     def _begin(self, version: int, force: bool) -> dict[str, Any]:
         assert self._client is not None
-        assert self._store is not None
         c = self._config
+        if self._files is not None:
+            store, backend = {"folder": str(self._files.path(version))}, DISK
+        else:
+            store = {"host": LOOPBACK, "port": _present(self._store).port}
+            backend = self._platform.backend
         update = self._client.begin(
             version=version,
             manifest=self.manifest,
-            store={"host": LOOPBACK, "port": self._store.port},
-            backend=self._platform.backend,
+            store=store,
+            backend=backend,
             force=force,
             timeout_s=c.join_timeout_s + 3 * c.pause_timeout_s + ANSWER_S,
         )
@@ -170,13 +197,13 @@ class WeightsSender:
             if update["join"]:
                 self.close()
                 self._group = self._platform.process_group(
-                    PrefixStore(f"areal/{update['epoch']}", self._store),
+                    PrefixStore(f"areal/{update['epoch']}", _present(self._store)),
                     0,
                     update["world_size"],
                     timedelta(seconds=c.join_timeout_s),
                     loopback=True,
                 )
-            elif self._group is None:
+            elif self._group is None and self._files is None:
                 raise WeightUpdateError("the gateway reuses a group that this trainer has left", retry=True)
         except BaseException as e:
             self._drop(update["update_id"], f"{type(e).__name__}: {e}")
@@ -233,6 +260,12 @@ class WeightsSender:
                 self._client.abort(update_id, reason)
             except GatewayError as e:
                 print(f"areal_trainers: update {update_id} ends only at its deadline: {e}", flush=True)
+
+
+def _present(store: TCPStore | None) -> TCPStore:
+    if store is None:
+        raise WeightUpdateError("the gateway asks for a group where weights go over disk", retry=False)
+    return store
 
 
 def _loopback_store(timeout_s: float) -> TCPStore:

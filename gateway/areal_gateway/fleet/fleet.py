@@ -183,6 +183,7 @@ class Fleet:
                 self._set_state(
                     member, EngineState.STARTING, f"waits for the weights of version {self.version}"
                 )
+                self.weights.saved.offer()
 
     async def _take_out(self, member: Member, state: EngineState, reason: str) -> None:
         member.ready = False
