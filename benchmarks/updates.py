@@ -61,6 +61,8 @@ async def run(model: Path, scratch: Path, checked: int) -> Report:
             "start_timeout_s": 240,
             "call_timeout_s": GIVE_UP_S,
             "probe_s": 2.0,
+            # A pause waits for the step that runs, and after each update a step recomputes KV caches.
+            "extra_args": ["--max-num-batched-tokens", "512"],
         },
         weights={"join_timeout_s": 30, "transfer_timeout_s": 30, "pause_timeout_s": 30},
         gateway={"hold_timeout_s": 60},

@@ -31,6 +31,8 @@ from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
+HALF_NEW = "half new"
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # --- process groups --------------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class WeightReceiver:
         self.worker_rank, self.device = worker_rank, device
         self._member: _Membership | None = None
         self._staging: list[torch.Tensor] = []
+        self._holds: int | str | None = None
 
     def join(
         self,
@@ -278,9 +281,11 @@ class WeightReceiver:
         return {}
 
     def status(self) -> dict[str, Any]:
+        """`holds`: version that the model holds by us; None as long as we loaded none; "half new" within."""
         m = self._member
         if m is None:
-            return {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
+            idle = {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
+            return idle | {"holds": self._holds}
         phase = m.phase
         return {
             "phase": phase,
@@ -288,6 +293,7 @@ class WeightReceiver:
             "version": m.version,
             "checksums": list(m.checksums) if phase in ("received", "loaded") else [],
             "error": m.error,
+            "holds": self._holds,
         }
 
     def load(self, version: int, load: Callable[[Tensors], None]) -> dict[str, Any]:
@@ -296,12 +302,13 @@ class WeightReceiver:
         if m is None or m.phase != "received" or m.version != version or m.manifest is None:
             return {"error": f"version {version} is not staged here: {self.status()}"}
         begin = time.perf_counter()
+        self._holds = HALF_NEW
         try:
             load(_unpack(m.manifest, m.staging, self.device))
         except Exception as e:  # the gateway takes this engine out; it must learn why
             m.phase, m.error = "failed", f"{type(e).__name__}: {e}"
             return {"error": m.error}
-        m.phase = "loaded"
+        m.phase, self._holds = "loaded", version
         return {"version": version, "load_s": time.perf_counter() - begin}
 
     def abort(self, epoch: int | None = None) -> dict[str, Any]:
@@ -415,7 +422,7 @@ class AREALWorkerExtension:
         return self._areal_receiver().stage(**json.loads(arg))
 
     def areal_status(self, arg: str = "{}") -> dict[str, Any]:
-        """-> {phase, epoch, version, checksums, error}"""
+        """-> {phase, epoch, version, checksums, error, holds}"""
         return self._areal_receiver().status()
 
     def areal_load(self, arg: str) -> dict[str, Any]:

@@ -522,6 +522,7 @@ class _SimulatedReceiver:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.state: dict[str, Any] = {}
+        self.holds: int | None = None
         self.areal_abort("{}")
 
     def areal_join(self, arg: str) -> dict[str, Any]:
@@ -548,13 +549,13 @@ class _SimulatedReceiver:
         return self.areal_receive(arg)
 
     def areal_status(self, _: str = "{}") -> dict[str, Any]:
-        return self.state
+        return self.state | {"holds": self.holds}
 
     def areal_load(self, arg: str) -> dict[str, Any]:
         version = json.loads(arg)["version"]
         if self.state["phase"] != "received" or self.state["version"] != version:
             return {"error": f"version {version} is not staged: {self.state}"}
-        self.engine.weights_version = version
+        self.engine.weights_version = self.holds = version
         self.state = self.state | {"phase": "loaded"}
         return {"version": version, "load_s": 0.0}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,11 +16,11 @@ import pytest
 import torch
 from fakes.engine import FakeEngine, expected, simulated_checksums
 from fakes.sender import Sender, checksums, pack
-from fleet_kit import Harness, fake_fleet, run_config
+from fleet_kit import Harness, fake_fleet, run_config, until
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.weights import DISK, Manifest, plan
-from areal_gateway.fleet import EngineSampling, WeightConflict
+from areal_gateway.fleet import EngineSampling, Fleet, WeightConflict
 
 MANIFEST = plan([("w", "float32", (4,)), ("v", "float32", (8,))], 16)
 STORE = {"host": "127.0.0.1", "port": 1}
@@ -443,6 +445,79 @@ async def test_an_engine_that_lost_its_weights_serves_only_after_the_next_update
         assert (await update(h, 1))["version"] == 1, "the current version may be pushed again"
         assert_agrees(h)
         assert (await reply(h))[1] == [(0, 20, 1)]
+
+
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from areal_agent.weights import plan
+from areal_gateway.fleet import Fleet
+from fleet_kit import run_config
+from fakes.engine import simulated_checksums
+
+async def main(url, run_dir):
+    config = run_config()
+    config.fleet.attach = [url]
+    fleet = Fleet(config, Path(run_dir), lambda _: None)
+    await fleet.start()
+    store = {"host": "127.0.0.1", "port": 1}
+    manifest = plan([("w", "float32", (4,))], 16)
+    for version in (1, 2):
+        begun = await fleet.weights.begin(version=version, manifest=manifest, store=store, backend="gloo")
+        await fleet.weights.commit(begun["update_id"], simulated_checksums(version, 1))
+        await asyncio.to_thread(sys.stdin.readline)  # the test prepares how the next one ends
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "dies_in", ["areal_receive", "/pause", "areal_load", "/update_weight_version", "/resume"]
+)
+async def test_engines_of_a_gateway_that_was_killed_serve_only_what_they_stamp(
+    tmp_path: Path, dies_in: str
+) -> None:
+    """kill -9 of the gateway within its second update; another one attaches to the engine."""
+    async with FakeEngine() as engine:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", GATEWAY, engine.url, str(tmp_path), env=env, stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        try:
+            await until(lambda: engine.label == "1" and not engine.paused, 30)
+            if dies_in == "areal_receive":
+                engine.faults.receive = "hang"
+            elif dies_in == "areal_load":
+                engine.faults.rpc = {dies_in: "hang"}
+            else:
+                engine.faults.http = {dies_in: "hang"}
+            engine.calls.clear()
+            process.stdin.write(b"go on\n")
+            await until(lambda: any(name == dies_in for name, _ in engine.calls), 30)
+        finally:
+            process.kill()
+            await process.wait()
+        engine.faults.rpc, engine.faults.http, engine.faults.receive = {}, {}, None
+        config = run_config()
+        config.fleet.attach = [engine.url]
+        fleet = Fleet(config, tmp_path, lambda _: None)
+        await fleet.start()
+        h = Harness(fleet, [engine], [])
+        try:
+            held = engine.weights_version
+            if dies_in == "/update_weight_version":  # loaded, and not labelled
+                assert held == 2
+                assert h.states() == ["starting"]
+                assert fleet.status()["needs_weights"]
+            else:
+                assert h.states() == ["serving"]
+                assert fleet.version == held == int(engine.label)
+                assert (await reply(h))[1] == [(0, 20, held)]
+            await update(h, 7, force=True)
+            assert (await reply(h))[1] == [(0, 20, 7)]
+        finally:
+            await fleet.stop()
 
 
 def test_manifests_are_accepted_as_json_too() -> None:

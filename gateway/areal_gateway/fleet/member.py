@@ -150,6 +150,8 @@ class Member:
         self.world_size = await self.client.world_size(PROBE_TIMEOUT_S)
         # The label is "default" until somebody sets it, and spans must be numbers.
         label = await self.client.label(PROBE_TIMEOUT_S) if self.attached else ""
+        if self.attached and await self._broke_off(label):
+            self.tainted = True
         self.version = UNKNOWN if self.tainted else int(label) if label.isdecimal() else 0
         await self.client.set_label(self.version, PROBE_TIMEOUT_S)
         if not self.tainted:
@@ -159,6 +161,15 @@ class Member:
                 pass
         self.incarnation += 1
         self.ready = True
+
+    async def _broke_off(self, label: str) -> bool:
+        """Whether a gateway died here within an update: the label is then not that of the weights."""
+        try:
+            workers = await self.client.rpc("areal_status", {}, PROBE_TIMEOUT_S)
+        except EngineRefused:  # it has no worker extension, so nobody loaded anything
+            return False
+        holds = {w.get("holds") for w in workers}
+        return holds != {None} and holds != {int(label) if label.isdecimal() else label}
 
     async def watch(self, probe_s: float, cleared: Callable[[], None]) -> str:
         """Returns when the engine is lost or was quarantined, with the reason.
