@@ -387,7 +387,14 @@ def refresh_packed_kernels(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() > 0:
+        # vLLM leaves these unpacked; they compute with the weight itself.
+        plain = getattr(module, "_cpu_skip_gemm_dispatch", False)
+        if (
+            hasattr(module, "cpu_linear")
+            and not plain
+            and isinstance(weight, torch.Tensor)
+            and weight.numel()
+        ):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
