@@ -186,9 +186,12 @@ class FleetConfig(Section):
 class WeightsConfig(Section):
     """The weight transaction: trainer to engines."""
 
-    transport: Literal["collective"] = Field(
-        default="collective", description="packed broadcast into the engines"
+    transport: Literal["collective", "disk"] = Field(
+        default="collective",
+        description="collective: packed broadcast into the engines; disk: files in a folder that all see",
     )
+    folder: str = Field(default="", description="disk: where versions are written; empty: RUN_DIR/weights")
+    keep: int = Field(default=2, ge=1, description="disk: versions kept; one being read is kept in any case")
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field(default="auto", description="collective backend")
     bucket_mib: float = Field(default=64.0, gt=0, description="most MiB in one broadcast")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

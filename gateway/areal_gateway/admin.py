@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from areal_agent.errors import EngineError, GatewayError, WeightUpdateError
 from areal_agent.trajectory import Trajectory
-from areal_agent.weights import Manifest
+from areal_agent.weights import DISK, Manifest
 from areal_agent.wire import CALL_COLUMNS, MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
@@ -287,7 +287,10 @@ async def begin_weights(gateway: Gateway, request: web.Request) -> web.Response:
             f"manifest is not a weight manifest: {e.errors()[0]['msg']} at {e.errors()[0]['loc']}"
         ) from None
     store = mapping(body.get("store"), "store")
-    where = {"host": text(store, "host"), "port": integer(store, "port", low=1, high=65535)}
+    if text(body, "backend") == DISK:
+        where: dict[str, Any] = {"folder": text(store, "folder")}
+    else:
+        where = {"host": text(store, "host"), "port": integer(store, "port", low=1, high=65535)}
     return await _weights(
         gateway,
         gateway.fleet.weights.begin(

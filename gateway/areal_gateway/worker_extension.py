@@ -12,6 +12,7 @@ the engine's main loop: each returns at once, `areal_load` apart.
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import queue
@@ -19,15 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from areal_agent.weights import Manifest, checksum
+from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+
+HALF_NEW = "half new"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -119,6 +123,12 @@ class _Membership:
             self.phase = "receiving"
         self._jobs.put(lambda: self._receive(manifest, timeout_s))
 
+    def read(self, version: int, manifest: Manifest, folder: Path) -> None:
+        """Stage `version` from disk instead; there is no group to join."""
+        self.version, self.manifest, self.phase = version, manifest, "receiving"
+        self._jobs.put(lambda: self._read(manifest, folder))
+        self.thread.start()
+
     def close(self) -> None:
         """Leave the group. Ends the thread soon: aborting the group fails what it waits for."""
         self.closed = True
@@ -148,26 +158,56 @@ class _Membership:
         end = time.monotonic() + timeout_s
         self.phase = "receiving"
         _fit(self.staging, [b.nbytes for b in manifest.buckets], pin=self.device != "cpu")
-        bounce = None
-        if self.device != "cpu":
-            bounce = torch.empty(
-                max(b.nbytes for b in manifest.buckets), dtype=torch.uint8, device=self.device
-            )
-        checksums = []
-        for bucket, staged in zip(manifest.buckets, self.staging, strict=True):
-            landing = staged if bounce is None else bounce[: bucket.nbytes]
+        landings = self._landings(manifest)
+
+        def start(i: int) -> Any:
+            if (group := self.group) is None:
+                raise RuntimeError("the group was closed")
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-            group = self.group
-            if group is None:
-                raise RuntimeError("the group was closed")
-            group.broadcast([landing], options).wait()
-            checksums.append(checksum(landing.view(torch.int32)))
-            if bounce is not None:
+            return group.broadcast([landings[i]], options)
+
+        checksums = []
+        # Two are asked for at a time: one comes in while the one before it is checked.
+        works = [start(i) for i in range(min(2, len(landings)))]
+        for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
+            works[i].wait()
+            checksums.append(checksum(landing.view(torch.int64)))
+            if landing is not staged:
                 staged.copy_(landing)
+            if i + 2 < len(landings):
+                works.append(start(i + 2))
         self.checksums = checksums
         self.phase = "received"
+
+    def _read(self, manifest: Manifest, folder: Path) -> None:
+        from safetensors import safe_open
+
+        _fit(self.staging, [b.nbytes for b in manifest.buckets], pin=self.device != "cpu")
+        checksums = []
+        count = len(manifest.buckets)
+        with (folder / LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the trainer prunes nothing that is locked
+            for i, (bucket, staged) in enumerate(zip(manifest.buckets, self.staging, strict=True)):
+                if self.closed:
+                    return
+                staged.zero_()  # between tensors, as in the bucket the trainer summed up
+                with safe_open(folder / shard_name(i, count), framework="pt") as file:
+                    for spec in bucket.tensors:
+                        place = staged[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
+                        place.view(spec.shape).copy_(file.get_tensor(spec.name))
+                checksums.append(checksum(staged.view(torch.int64)))
+        self.checksums = checksums
+        self.phase = "received"
+
+    def _landings(self, manifest: Manifest) -> list[torch.Tensor]:
+        """Where each bucket is received: staging itself, or one of two buffers on the device by turns."""
+        if self.device == "cpu":
+            return self.staging
+        most = max(b.nbytes for b in manifest.buckets)
+        two = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return [two[i % 2][: b.nbytes] for i, b in enumerate(manifest.buckets)]
 
 
 def _fit(staging: list[torch.Tensor], sizes: list[int], *, pin: bool) -> None:
@@ -191,7 +231,7 @@ class WeightReceiver:
         self.worker_rank, self.device = worker_rank, device
         self._member: _Membership | None = None
         self._staging: list[torch.Tensor] = []
-        self._loaded: int | None = None
+        self._holds: int | str | None = None
 
     def join(
         self,
@@ -233,21 +273,27 @@ class WeightReceiver:
         member.submit(version, Manifest.model_validate(manifest), timeout_s)
         return {}
 
+    def stage(self, *, epoch: int, version: int, manifest: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Read `version` from `folder` in the background; `load` is then as after a broadcast."""
+        self.abort()
+        member = self._member = _Membership(epoch, self.device, self._staging)
+        member.read(version, Manifest.model_validate(manifest), Path(folder))
+        return {}
+
     def status(self) -> dict[str, Any]:
-        """`version` is the one of the update under way; `loaded` the one that the model holds, None before the
-        first load and after one that failed."""
+        """`holds`: version that the model holds by us; None as long as we loaded none; "half new" within."""
         m = self._member
         if m is None:
             idle = {"phase": "idle", "epoch": 0, "version": None, "checksums": [], "error": None}
-            return idle | {"loaded": self._loaded}
+            return idle | {"holds": self._holds}
         phase = m.phase
         return {
-            "loaded": self._loaded,
             "phase": phase,
             "epoch": m.epoch,
             "version": m.version,
             "checksums": list(m.checksums) if phase in ("received", "loaded") else [],
             "error": m.error,
+            "holds": self._holds,
         }
 
     def load(self, version: int, load: Callable[[Tensors], None]) -> dict[str, Any]:
@@ -256,13 +302,13 @@ class WeightReceiver:
         if m is None or m.phase != "received" or m.version != version or m.manifest is None:
             return {"error": f"version {version} is not staged here: {self.status()}"}
         begin = time.perf_counter()
-        self._loaded = None
+        self._holds = HALF_NEW
         try:
             load(_unpack(m.manifest, m.staging, self.device))
         except Exception as e:  # the gateway takes this engine out; it must learn why
             m.phase, m.error = "failed", f"{type(e).__name__}: {e}"
             return {"error": m.error}
-        m.phase, self._loaded = "loaded", version
+        m.phase, self._holds = "loaded", version
         return {"version": version, "load_s": time.perf_counter() - begin}
 
     def abort(self, epoch: int | None = None) -> dict[str, Any]:
@@ -341,7 +387,14 @@ def refresh_packed_kernels(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel() > 0:
+        # vLLM leaves these unpacked; they compute with the weight itself.
+        plain = getattr(module, "_cpu_skip_gemm_dispatch", False)
+        if (
+            hasattr(module, "cpu_linear")
+            and not plain
+            and isinstance(weight, torch.Tensor)
+            and weight.numel()
+        ):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
@@ -371,8 +424,12 @@ class AREALWorkerExtension:
         """{epoch, version, manifest, timeout_s} -> {} or {error}"""
         return self._areal_receiver().receive(**json.loads(arg))
 
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        """{epoch, version, manifest, folder} -> {}"""
+        return self._areal_receiver().stage(**json.loads(arg))
+
     def areal_status(self, arg: str = "{}") -> dict[str, Any]:
-        """-> {phase, epoch, version, checksums, error, loaded}"""
+        """-> {phase, epoch, version, checksums, error, holds}"""
         return self._areal_receiver().status()
 
     def areal_load(self, arg: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable

@@ -30,7 +30,7 @@ class SimulatedReceiver:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.state: dict[str, Any] = {}
-        self.loaded: int | None = None
+        self.holds: int | None = None
         self.areal_abort("{}")
 
     def areal_join(self, arg: str) -> dict[str, Any]:
@@ -52,8 +52,12 @@ class SimulatedReceiver:
         }
         return {}
 
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        self.areal_join(arg)
+        return self.areal_receive(arg)
+
     def areal_status(self, _: str = "{}") -> dict[str, Any]:
-        return self.state | {"loaded": self.loaded}
+        return self.state | {"holds": self.holds}
 
     def areal_progress(self, _: str = "{}") -> dict[str, Any]:
         return progress(self.engine)
@@ -62,7 +66,7 @@ class SimulatedReceiver:
         version = json.loads(arg)["version"]
         if self.state["phase"] != "received" or self.state["version"] != version:
             return {"error": f"version {version} is not staged: {self.state}"}
-        self.engine.weights_version = self.loaded = version
+        self.engine.weights_version = self.holds = version
         self.state = self.state | {"phase": "loaded"}
         return {"version": version, "load_s": 0.0}
 
@@ -88,6 +92,9 @@ class GlooReceiver:
 
     def areal_receive(self, arg: str) -> dict[str, Any]:
         return self.receiver.receive(**json.loads(arg))
+
+    def areal_stage(self, arg: str) -> dict[str, Any]:
+        return self.receiver.stage(**json.loads(arg))
 
     def areal_status(self, _: str = "{}") -> dict[str, Any]:
         status = self.receiver.status()

@@ -39,7 +39,7 @@ def pack(
 
 
 def checksums(buckets: list[torch.Tensor]) -> list[str]:
-    return [checksum(b.view(torch.int32)) for b in buckets]
+    return [checksum(b.view(torch.int64)) for b in buckets]
 
 
 class Sender:

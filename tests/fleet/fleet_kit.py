@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes.engine import FakeEngine
@@ -19,6 +19,9 @@ from areal_agent.config import RunConfig
 from areal_agent.launch.process import Guarded
 from areal_gateway.fleet import Fleet
 from areal_gateway.fleet.process import EngineArgs, LaunchSpec, engine_args, free_port, last_words
+
+if TYPE_CHECKING:
+    import torch
 
 FAKE = Path(__file__).parent.parent / "fakes" / "engine.py"
 
@@ -47,6 +50,42 @@ def tiny_qwen3(path: Path, *, tied: bool, seed: int = 0) -> Path:
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(320)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t2").save_pretrained(path)
     return path
+
+
+class Policies:
+    """A Hugging Face model whose weights are moved to those of any version, and back."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._first = {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    def go_to(self, version: int) -> None:
+        import torch
+
+        self.model.load_state_dict(self._first)
+        if version:
+            g = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for p in self.model.parameters():  # every one, norms included
+                    p.add_(torch.randn(p.shape, generator=g) * 0.05)
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """What a trainer would send: parameters, a tied head only once."""
+        self.go_to(version)
+        return {k: v.detach().clone() for k, v in self.model.named_parameters()}
+
+    def logprobs(self, version: int, prompt: list[int], reply: list[int]) -> torch.Tensor:
+        """[len(reply)], of each reply token given all before it."""
+        import torch
+
+        self.go_to(version)
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + reply])).logits[0]
+        picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        return picked.gather(1, torch.tensor(reply)[:, None])[:, 0]
 
 
 def run_config(**sections: dict[str, Any]) -> RunConfig:

@@ -182,7 +182,7 @@ async def test_an_older_engines_version_is_what_its_workers_loaded(
     config = run_config(fleet={"max_restarts": 0})
     async with fake_fleet(tmp_path, 2, config=config, older="generate") as h:
         honest = h.engines[1].receiver.areal_status
-        monkeypatch.setattr(h.engines[1].receiver, "areal_status", lambda _: honest() | {"loaded": 0})
+        monkeypatch.setattr(h.engines[1].receiver, "areal_status", lambda _: honest() | {"holds": 0})
         assert (await update(h, 1))["engines"] == 1
         await h.until(lambda: h.states() == ["serving", "gone"])
         assert "its workers say they hold 0" in str(h.fleet.status()["engines"][1]["reason"])

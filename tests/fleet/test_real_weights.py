@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.sender import Sender, checksums, pack
-from fleet_kit import run_config, until
+from fleet_kit import Policies, run_config, until
 
 from areal_agent.errors import WeightUpdateError
 from areal_gateway.fleet import EngineSampling, Fleet
@@ -22,37 +22,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 PROMPT = list(range(10, 30))
 TOLERANCE = 1e-4
 """Nats, float32 on both sides; 2e-6 is usual. Old weights in one layer alone are 1e-2 and more off."""
-
-
-class Policies:
-    """A Hugging Face model whose weights are moved to those of any version, and back."""
-
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._first = {k: v.clone() for k, v in self.model.state_dict().items()}
-
-    def go_to(self, version: int) -> None:
-        self.model.load_state_dict(self._first)
-        if version:
-            g = torch.Generator().manual_seed(version)
-            with torch.no_grad():
-                for p in self.model.parameters():  # every one, norms included
-                    p.add_(torch.randn(p.shape, generator=g) * 0.05)
-
-    def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """What a trainer would send: parameters, a tied head only once."""
-        self.go_to(version)
-        return {k: v.detach().clone() for k, v in self.model.named_parameters()}
-
-    def logprobs(self, version: int, prompt: list[int], reply: list[int]) -> torch.Tensor:
-        """[len(reply)], of each reply token given all before it."""
-        self.go_to(version)
-        with torch.no_grad():
-            logits = self.model(torch.tensor([prompt + reply])).logits[0]
-        picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        return picked.gather(1, torch.tensor(reply)[:, None])[:, 0]
 
 
 async def reply(fleet: Fleet, n: int = 40, session: str = "s"):

@@ -78,6 +78,60 @@ def test_what_was_sent_is_what_is_loaded(sender: Sender, n: int) -> None:
         r.abort()
 
 
+def test_every_worker_of_every_engine_gets_everything(sender: Sender) -> None:
+    """Two engines of two and three workers (tensor parallel): rank = the engine's offset + worker rank."""
+    engines = [[WeightReceiver(worker_rank=i) for i in range(n)] for n in (2, 3)]
+    offset = 1
+    for workers in engines:
+        for r in workers:  # one call reaches all workers of an engine, with the same arguments
+            r.join(
+                epoch=1,
+                store=sender.store,
+                world_size=6,
+                rank_offset=offset,
+                backend="gloo",
+                timeout_s=10,
+            )
+        offset += len(workers)
+    sender.join(1, 6)
+    everyone = [r for workers in engines for r in workers]
+    for version in (1, 2):
+        manifest, buckets = pack(tensors(version), 256)
+        for r in everyone:
+            r.receive(epoch=1, version=version, manifest=manifest.model_dump(), timeout_s=10)
+        sender.broadcast(buckets)
+        for r in everyone:
+            assert wait_phase(r, "received", "failed")["checksums"] == checksums(buckets)
+            got = load(r, version)
+            assert all(torch.equal(got[k], v) for k, v in tensors(version).items())
+    for r in everyone:
+        r.abort()
+
+
+def test_it_says_which_version_the_model_holds(sender: Sender) -> None:
+    r = WeightReceiver(worker_rank=0)
+    assert r.status()["holds"] is None
+    join_all(sender, [r], epoch=1)
+    seen = []
+    for version in (1, 2):
+        manifest, buckets = pack(tensors(version))
+        r.receive(epoch=1, version=version, manifest=manifest.model_dump(), timeout_s=10)
+        sender.broadcast(buckets)
+        wait_phase(r, "received")
+        seen.append(r.status()["holds"])
+
+        def look(_: object, fail: bool = version == 2) -> None:
+            seen.append(r.status()["holds"])
+            if fail:
+                raise RuntimeError("half way")
+
+        r.load(version, look)
+        seen.append(r.status()["holds"])
+    assert seen == [None, "half new", 1, 1, "half new", "half new"]
+    r.abort()
+    assert r.status()["holds"] == "half new", "whatever becomes of the group"
+
+
 def test_staging_buffers_are_reused_between_updates(sender: Sender) -> None:
     r = WeightReceiver(worker_rank=0)
     join_all(sender, [r], epoch=1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from fakes.engine import FakeEngine
 from fakes.policy import expected
 from fakes.receivers import simulated_checksums
 from fakes.sender import Sender, checksums, pack
-from fleet_kit import Harness, fake_fleet, run_config
+from fleet_kit import Harness, fake_fleet, run_config, until
 
 from areal_agent.errors import WeightUpdateError
-from areal_agent.weights import Manifest, plan
-from areal_gateway.fleet import EngineSampling, WeightConflict
+from areal_agent.weights import DISK, Manifest, plan
+from areal_gateway.fleet import EngineSampling, Fleet, WeightConflict
 
 MANIFEST = plan([("w", "float32", (4,)), ("v", "float32", (8,))], 16)
 STORE = {"host": "127.0.0.1", "port": 1}
@@ -32,8 +34,11 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(64, 33, generator=g) for i in range(5)}
 
 
-async def begin(h: Harness, version: int, **kw: Any) -> dict[str, Any]:
-    return await h.fleet.weights.begin(version=version, manifest=MANIFEST, store=STORE, backend="gloo", **kw)
+async def begin(h: Harness, version: int, transport: str = "gloo", **kw: Any) -> dict[str, Any]:
+    store = {"folder": "/nothing/is/read"} if transport == DISK else STORE
+    return await h.fleet.weights.begin(
+        version=version, manifest=MANIFEST, store=store, backend=transport, **kw
+    )
 
 
 async def update(h: Harness, version: int, **kw: Any) -> dict[str, Any]:
@@ -275,21 +280,38 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("fault", TABLE, ids=lambda f: f.name)
-async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(tmp_path: Path, fault: Fault) -> None:
+def over_disk(fault: Fault) -> Fault | None:
+    """The same fault where there is no group to join, and staging starts with one call."""
+    rpc = dict(fault.faults.get("rpc", {}))
+    if "areal_join" in rpc:
+        return None
+    if "areal_receive" in rpc:
+        rpc["areal_stage"] = rpc.pop("areal_receive")
+    return replace(fault, faults=fault.faults | {"rpc": rpc})
+
+
+CASES = [pytest.param("gloo", f, id=f.name) for f in TABLE]
+CASES += [pytest.param(DISK, g, id=f"disk: {f.name}") for f in TABLE if (g := over_disk(f)) is not None]
+
+
+@pytest.mark.parametrize(("transport", "fault"), CASES)
+async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(
+    tmp_path: Path, transport: str, fault: Fault
+) -> None:
     config = run_config(
         fleet={"max_restarts": 0}, gateway={"hold_timeout_s": 0.3}, weights={"transfer_timeout_s": 1}
     )
     async with fake_fleet(tmp_path, 2, config=config) as h:
-        await update(h, 1)  # so that nothing may serve version 0 any more
-        await h.fleet.weights.abort((await begin(h, 2))["update_id"], "so that the next one joins anew")
+        await update(h, 1, transport=transport)  # so that nothing may serve version 0 any more
+        again = await begin(h, 2, transport)
+        await h.fleet.weights.abort(again["update_id"], "so that the next one joins anew")
         for i in fault.where:
             for name, value in fault.faults.items():
                 setattr(h.engines[i].faults, name, value)
         began = time.monotonic()
         error: WeightUpdateError | None = None
         try:
-            await update(h, 2)
+            await update(h, 2, transport=transport)
         except WeightUpdateError as e:
             error = e
         assert time.monotonic() - began < fault.within_s
@@ -313,7 +335,7 @@ async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(tmp_path: 
         # what is left takes the next update, in a group of its own when the old one broke
         for i in fault.where:
             h.engines[i].faults.rpc, h.engines[i].faults.http, h.engines[i].faults.receive = {}, {}, None
-        result = await update(h, h.fleet.version + 1)
+        result = await update(h, h.fleet.version + 1, transport=transport)
         assert_agrees(h)
         assert result["engines"] == h.states().count("serving") >= 1
 
@@ -426,6 +448,79 @@ async def test_an_engine_that_lost_its_weights_serves_only_after_the_next_update
         assert (await update(h, 1))["version"] == 1, "the current version may be pushed again"
         assert_agrees(h)
         assert (await reply(h))[1] == [(0, 20, 1)]
+
+
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from areal_agent.weights import plan
+from areal_gateway.fleet import Fleet
+from fleet_kit import run_config
+from fakes.engine import simulated_checksums
+
+async def main(url, run_dir):
+    config = run_config()
+    config.fleet.attach = [url]
+    fleet = Fleet(config, Path(run_dir), lambda _: None)
+    await fleet.start()
+    store = {"host": "127.0.0.1", "port": 1}
+    manifest = plan([("w", "float32", (4,))], 16)
+    for version in (1, 2):
+        begun = await fleet.weights.begin(version=version, manifest=manifest, store=store, backend="gloo")
+        await fleet.weights.commit(begun["update_id"], simulated_checksums(version, 1))
+        await asyncio.to_thread(sys.stdin.readline)  # the test prepares how the next one ends
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "dies_in", ["areal_receive", "/pause", "areal_load", "/update_weight_version", "/resume"]
+)
+async def test_engines_of_a_gateway_that_was_killed_serve_only_what_they_stamp(
+    tmp_path: Path, dies_in: str
+) -> None:
+    """kill -9 of the gateway within its second update; another one attaches to the engine."""
+    async with FakeEngine() as engine:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", GATEWAY, engine.url, str(tmp_path), env=env, stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        try:
+            await until(lambda: engine.label == "1" and not engine.paused, 30)
+            if dies_in == "areal_receive":
+                engine.faults.receive = "hang"
+            elif dies_in == "areal_load":
+                engine.faults.rpc = {dies_in: "hang"}
+            else:
+                engine.faults.http = {dies_in: "hang"}
+            engine.calls.clear()
+            process.stdin.write(b"go on\n")
+            await until(lambda: any(name == dies_in for name, _ in engine.calls), 30)
+        finally:
+            process.kill()
+            await process.wait()
+        engine.faults.rpc, engine.faults.http, engine.faults.receive = {}, {}, None
+        config = run_config()
+        config.fleet.attach = [engine.url]
+        fleet = Fleet(config, tmp_path, lambda _: None)
+        await fleet.start()
+        h = Harness(fleet, [engine], [])
+        try:
+            held = engine.weights_version
+            if dies_in == "/update_weight_version":  # loaded, and not labelled
+                assert held == 2
+                assert h.states() == ["starting"]
+                assert fleet.status()["needs_weights"]
+            else:
+                assert h.states() == ["serving"]
+                assert fleet.version == held == int(engine.label)
+                assert (await reply(h))[1] == [(0, 20, held)]
+            await update(h, 7, force=True)
+            assert (await reply(h))[1] == [(0, 20, 7)]
+        finally:
+            await fleet.stop()
 
 
 def test_manifests_are_accepted_as_json_too() -> None:

@@ -283,12 +283,17 @@ class MiniGateway:
 
         if self.update is not None or body["version"] != self.version + (not self.needs_weights):
             return self._error(409, "weights_conflict", f"version {body['version']} after {self.version}")
-        group = (body["store"]["host"], body["store"]["port"])
+        self.receiver = self.receiver or WeightReceiver(worker_rank=0)
+        group = tuple(body["store"].values())
+        if body["backend"] == "disk":
+            self.epoch += 1
+            where = {"manifest": body["manifest"], "folder": body["store"]["folder"]}
+            self.receiver.stage(epoch=self.epoch, version=body["version"], **where)
+            return self._begun(body["version"], group, join=False)
         join = group != self.joined
         self.joined = None
         if join:
             self.epoch += 1
-            self.receiver = self.receiver or WeightReceiver(worker_rank=0)
             self.receiver.join(
                 epoch=self.epoch,
                 store=body["store"],
@@ -300,7 +305,10 @@ class MiniGateway:
         self.receiver.receive(
             epoch=self.epoch, version=body["version"], manifest=body["manifest"], timeout_s=10
         )
-        self.update = {"id": f"u{len(self.calls)}", "version": body["version"], "group": group}
+        return self._begun(body["version"], group, join=join)
+
+    def _begun(self, version: int, group: tuple[Any, ...], *, join: bool) -> web.Response:
+        self.update = {"id": f"u{len(self.calls)}", "version": version, "group": group}
         return web.json_response(
             {"update_id": self.update["id"], "epoch": self.epoch, "world_size": 2, "join": join}
         )

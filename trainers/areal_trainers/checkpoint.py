@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from areal_trainers.buckets import whole
 
 MODEL_FILES = ("config.json", "generation_config.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
@@ -94,7 +95,7 @@ def gathered(lm: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     A collective: every rank iterates in step, and holds one whole tensor at a time.
     """
     for name, value in unique_tensors(lm):
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, whole(value)
 
 
 def unique_tensors(lm: nn.Module) -> list[tuple[str, torch.Tensor]]:

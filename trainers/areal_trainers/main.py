@@ -98,9 +98,10 @@ def run_training(
             warmup_steps=t.warmup_steps,
             grad_clip=t.grad_clip,
         )
-        sender = WeightsSender(
-            lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet), clock
+        weights = config.weights.model_copy(
+            update={"folder": config.weights.folder or str(run.path / "weights")}
         )
+        sender = WeightsSender(lm, client, ranks, platform, weights, wire_dtype(weights, config.fleet), clock)
         learner = Learner(policy, optimizer, ranks, t, clock)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)
         folder = run.path / "checkpoints"

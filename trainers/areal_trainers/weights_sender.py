@@ -4,32 +4,36 @@ Invariant: `push(v)` returns only after the gateway committed v; otherwise it ra
 aborted and the group freed, so that no engine waits in a broadcast.
 
 Rank 0 keeps one TCPStore for its life, bound to loopback. Every epoch of the weight group has its own
-prefix in it, and rank 0 of the trainer is rank 0 of that group. FSDP shards are gathered tensor by tensor
-(all ranks take part), cast to the wire dtype, and packed into one reused buffer of a bucket's size.
+prefix in it, and rank 0 of the trainer is rank 0 of that group. Weights travel in packed buckets (see
+buckets.py), one broadcast for each; the next is gathered and packed while the last is on the wire. With
+`weights.transport: disk` they are files (see weight_folder.py), written before the update begins.
 """
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from areal_agent.config import FleetConfig, WeightsConfig
 from areal_agent.errors import GatewayError, WeightUpdateError
-from areal_agent.weights import Bucket, checksum, plan
+from areal_agent.weights import DISK, checksum
+from areal_trainers.buckets import Packer
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
 from areal_trainers.clock import Clock
 from areal_trainers.platform import Platform
 from areal_trainers.ranks import Ranks
+from areal_trainers.weight_folder import WeightFolder
 
 MIB = 2**20
 LOOPBACK = "127.0.0.1"
@@ -83,14 +87,16 @@ class WeightsSender:
                 f"weights.backend = {config.backend} but platform {platform.name} broadcasts with "
                 f"{platform.backend}; leave it auto"
             )
-        self._tensors = dict(unique_tensors(lm))
-        self._dtype = getattr(torch, dtype)
-        self.manifest = plan(
-            [(name, dtype, tuple(t.shape)) for name, t in self._tensors.items()], int(config.bucket_mib * MIB)
-        )
-        size = max(b.nbytes for b in self.manifest.buckets)
-        self._buffer = torch.zeros(size if ranks.first else 0, dtype=torch.uint8, device=ranks.device)
-        self._store = _loopback_store(config.join_timeout_s) if ranks.first else None
+        bucket_bytes = int(config.bucket_mib * MIB)
+        self._packer = Packer(dict(unique_tensors(lm)), dtype, bucket_bytes, keep=ranks.first)
+        self.manifest = self._packer.manifest
+        self._store: TCPStore | None = None
+        self._files: WeightFolder | None = None
+        if config.transport == "disk":
+            root = Path(config.folder).absolute()
+            self._files = WeightFolder(root, lm, self._packer, config.keep, write=ranks.first)
+        elif ranks.first:
+            self._store = _loopback_store(config.join_timeout_s)
         self._group: Any = None
 
     def push(self, version: int, *, force: bool = False) -> Pushed:
@@ -98,9 +104,13 @@ class WeightsSender:
 
         `force` allows a version that does not follow the fleet's (a resumed trainer).
         """
+        written = self._write(version) if self._files is not None else None
         for attempt in range(1, self._config.retries + 2):
             try:
-                return self._attempt(version, attempt, force)
+                pushed = self._attempt(version, attempt, force, written)
+                if self._files is not None and self._ranks.first:
+                    self._files.prune()
+                return pushed
             except WeightUpdateError as e:
                 if not e.retry or attempt > self._config.retries:
                     raise WeightUpdateError(
@@ -120,15 +130,20 @@ class WeightsSender:
 
     # One attempt. Rank 0 talks; after each stage all ranks learn whether it went well.
 
-    def _attempt(self, version: int, attempt: int, force: bool) -> Pushed:
+    def _write(self, version: int) -> list[str]:
+        """Put `version` on disk, on which all attempts then rest; its checksums (on rank 0)."""
+        assert self._files is not None
+        checksums: list[str] = []
+        buckets = self._files.write(version)
+        for _ in range(len(self.manifest.buckets) + 1):  # once more: the folder gets its name
+            self._agree(lambda: checksums.extend(s for s in [next(buckets, None)] if s is not None), all=True)
+        return checksums
+
+    def _attempt(self, version: int, attempt: int, force: bool, written: list[str] | None) -> Pushed:
         update: dict[str, Any] = {}
         try:
             self._agree(lambda: update.update(self._begin(version, force)))
-            checksums: list[str] = []
-            end = time.monotonic() + self._config.transfer_timeout_s
-            for bucket in self.manifest.buckets:
-                self._pack(bucket)
-                self._agree(lambda b=bucket: checksums.append(self._send(b, end)))
+            checksums = self._transfer() if written is None else written
             result: dict[str, Any] = {}
             self._agree(lambda: result.update(self._commit(version, update["update_id"], checksums)))
         except BaseException as e:
@@ -144,10 +159,10 @@ class WeightsSender:
             attempts=attempt,
         )
 
-    def _agree(self, stage: Any) -> None:
-        """Run `stage` on rank 0; every rank raises WeightUpdateError when it failed there."""
+    def _agree(self, stage: Callable[[], object], *, all: bool = False) -> None:
+        """Run `stage` on rank 0 (or on all); every rank raises WeightUpdateError when it failed somewhere."""
         error: WeightUpdateError | None = None
-        if self._ranks.first:
+        if self._ranks.first or all:
             try:
                 stage()
             except WeightUpdateError as e:
@@ -168,13 +183,17 @@ class WeightsSender:
 
     def _begin(self, version: int, force: bool) -> dict[str, Any]:
         assert self._client is not None
-        assert self._store is not None
         c = self._config
+        if self._files is not None:
+            store, backend = {"folder": str(self._files.path(version))}, DISK
+        else:
+            store = {"host": LOOPBACK, "port": _present(self._store).port}
+            backend = self._platform.backend
         update = self._client.begin(
             version=version,
             manifest=self.manifest,
-            store={"host": LOOPBACK, "port": self._store.port},
-            backend=self._platform.backend,
+            store=store,
+            backend=backend,
             force=force,
             timeout_s=c.join_timeout_s + 3 * c.pause_timeout_s + ANSWER_S,
         )
@@ -182,36 +201,44 @@ class WeightsSender:
             if update["join"]:
                 self.close()
                 self._group = self._platform.process_group(
-                    PrefixStore(f"areal/{update['epoch']}", self._store),
+                    PrefixStore(f"areal/{update['epoch']}", _present(self._store)),
                     0,
                     update["world_size"],
                     timedelta(seconds=c.join_timeout_s),
                     loopback=True,
                 )
-            elif self._group is None:
+            elif self._group is None and self._files is None:
                 raise WeightUpdateError("the gateway reuses a group that this trainer has left", retry=True)
         except BaseException as e:
             self._drop(update["update_id"], f"{type(e).__name__}: {e}")
             raise
         return update
 
-    def _pack(self, bucket: Bucket) -> None:
-        """Gather, cast and lay a bucket's tensors into the buffer (on rank 0)."""
-        for spec in bucket.tensors:
-            value = self._tensors[spec.name]
-            with self._clock("gather"):
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if self._ranks.first:
-                raw = whole.to(self._dtype).contiguous().view(-1).view(torch.uint8)
-                self._buffer[spec.offset : spec.offset + spec.nbytes].copy_(raw)
+    def _transfer(self) -> list[str]:
+        """Broadcast every bucket, at most two of them at once; their checksums (on rank 0)."""
+        end = time.monotonic() + self._config.transfer_timeout_s
+        checksums: list[str] = []
+        on_the_wire: list[tuple[Any, torch.Tensor]] = []
 
-    def _send(self, bucket: Bucket, end: float) -> str:
-        flat = self._buffer[: bucket.nbytes]
+        def send(flat: torch.Tensor) -> None:
+            on_the_wire.append((self._broadcast(flat, end), flat))
+            checksums.append(checksum(flat.view(torch.int64)))
+            if len(on_the_wire) == 2:
+                on_the_wire.pop(0)[0].wait()
+
+        for i in range(len(self.manifest.buckets)):
+            with self._clock("gather"):
+                flat = self._packer.pack(i)
+            self._agree(lambda flat=flat: send(flat))
+        self._agree(lambda: [work.wait() for work, _ in on_the_wire])
+        return checksums
+
+    def _broadcast(self, flat: torch.Tensor, end: float) -> Any:
+        """Start one; `wait` of what it returns raises RuntimeError at `end`."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-        self._group.broadcast([flat], options).wait()
-        return checksum(flat.view(torch.int32))
+        return self._group.broadcast([flat], options)
 
     def _commit(self, version: int, update_id: str, checksums: list[str]) -> dict[str, Any]:
         """Commit; where no answer came, ask again: a commit that is under way answers the repetition."""
@@ -238,6 +265,12 @@ class WeightsSender:
                 self._client.abort(update_id, reason)
             except GatewayError as e:
                 print(f"areal_trainers: update {update_id} ends only at its deadline: {e}", flush=True)
+
+
+def _present(store: TCPStore | None) -> TCPStore:
+    if store is None:
+        raise WeightUpdateError("the gateway asks for a group where weights go over disk", retry=False)
+    return store
 
 
 def _loopback_store(timeout_s: float) -> TCPStore:

@@ -99,14 +99,19 @@ class Fleet:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.stop()
             raise
-        versions = {m.version for m in self.members}
+        versions = {m.version for m in self.members if not m.tainted}
         if len(versions) > 1:
             held = {m.url: m.version for m in self.members}
             await self.stop()
             raise ConfigError(f"attached engines hold different versions: {held}")
-        self.version = versions.pop() or 0
+        self.version = (versions.pop() if versions else 0) or 0
         for member in self.members:
-            self._set_state(member, EngineState.SERVING)
+            if member.tainted:
+                self._set_state(
+                    member, EngineState.STARTING, "an update broke off in it; it waits for weights"
+                )
+            else:
+                self._set_state(member, EngineState.SERVING)
             self._watch_over(member)
 
     async def stop(self) -> None:
@@ -185,6 +190,7 @@ class Fleet:
             self._set_state(member, EngineState.SERVING)
         else:
             self._set_state(member, EngineState.STARTING, f"waits for the weights of version {self.version}")
+            self.weights.saved.offer()
 
     def _watch_over(self, member: Member) -> None:
         self._tasks[member] = asyncio.create_task(self._supervised(member), name=f"supervise {member.id}")

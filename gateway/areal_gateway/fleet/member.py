@@ -185,6 +185,8 @@ class Member:
         driver = self._driver = await drive(self.url, self._http.model, self._choice, PROBE_TIMEOUT_S)
         self.world_size = await driver.world_size(PROBE_TIMEOUT_S)
         held = await driver.held_version(PROBE_TIMEOUT_S) if self.attached else None
+        if self.attached and await self._broke_off(held):
+            self.tainted = True
         self.version = UNKNOWN if self.tainted else max(held or 0, 0)
         await driver.stamp(self.version, PROBE_TIMEOUT_S)
         if not self.tainted:
@@ -195,6 +197,15 @@ class Member:
         self.incarnation += 1
         self.up_since = time.monotonic()
         self.ready = True
+
+    async def _broke_off(self, stamped: int | None) -> bool:
+        """Whether a gateway died here within an update: what is stamped is then not what the workers hold."""
+        try:
+            workers = await self.client.rpc("areal_status", {}, PROBE_TIMEOUT_S)
+        except EngineRefused:  # it has no worker extension, so nobody loaded anything
+            return False
+        holds = {w.get("holds") for w in workers}
+        return holds != {None} and holds != {stamped}
 
     async def watch(self, probe_s: float, cleared: Callable[[], None]) -> str:
         """Returns when the engine is lost or was quarantined, with the reason.

@@ -142,10 +142,11 @@ class ResubmitDriver(EngineHTTP):
         self._version = version
 
     async def held_version(self, timeout_s: float) -> int | None:
-        said = {worker["loaded"] for worker in await self.rpc("areal_status", {}, timeout_s)}
+        said = {worker["holds"] for worker in await self.rpc("areal_status", {}, timeout_s)}
         if len(said) != 1:
             raise EngineError(f"the workers of engine {self.url} hold different versions: {said}")
-        return said.pop()
+        held = said.pop()
+        return held if isinstance(held, int) else None  # half new is no version
 
 
 def _one_span(flight: _Flight) -> list[Span]:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_agent.config import WeightsConfig
 from areal_agent.errors import EngineError, WeightUpdateError
-from areal_agent.weights import Manifest
+from areal_agent.weights import DISK, Manifest
 from areal_gateway.fleet.member import Member, each
+from areal_gateway.fleet.saved import SavedWeights
 from areal_gateway.fleet.types import EngineState
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class _Update:
     watchdog: asyncio.Task[None] | None = None
     commit: asyncio.Task[dict[str, Any]] | None = None
     dropped: str | None = None
+    saved: tuple[str, Manifest] | None = None
+    """Disk transport: the folder that holds it, and its layout."""
 
 
 class WeightTransaction:
@@ -77,12 +80,22 @@ class WeightTransaction:
         # Epochs name keys in the trainer's store, which may outlive this process: never start over.
         self._epoch = int(time.time())
         self._finished: dict[str, dict[str, Any]] = {}
+        self.saved = SavedWeights(fleet, config, self._next_epoch)
         self.phase = "serving"
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
 
     @property
     def running(self) -> bool:
         """Whether an update is between begin and its end."""
         return self._update is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an update runs or is about to begin."""
+        return self._update is not None or self._lock.locked()
 
     async def begin(
         self,
@@ -96,8 +109,8 @@ class WeightTransaction:
         """Let every ready engine receive version `version` in the background.
 
         Args:
-            store: {host, port} of the trainer's TCPStore.
-            backend: gloo, nccl or hccl.
+            store: {host, port} of the trainer's TCPStore; {folder} for disk.
+            backend: gloo, nccl or hccl; or disk, where everything lies in `folder` already.
             force: allow any version, as a resumed trainer needs.
 
         Returns: {update_id, epoch, world_size, join}. With `join` the trainer makes the epoch's group.
@@ -115,11 +128,13 @@ class WeightTransaction:
                     f"update to version {self._update.version} is running; commit or abort it first"
                 )
             catch_up = self._check_version(version, force)
+            await self.saved.stop()
             members = await self._participants(lacking=version if catch_up else None)
             size = 1 + sum(m.world_size for m in members)
-            group = (store["host"], store["port"], backend, *((m.id, m.incarnation) for m in members))
-            join = group != self._group
-            self._epoch += join
+            group = (*store.values(), backend, *((m.id, m.incarnation) for m in members))
+            join = backend != DISK and group != self._group
+            if join or backend == DISK:
+                self._next_epoch()
             update = self._update = _Update(
                 version, self._epoch, members, len(manifest.buckets), group, catch_up
             )
@@ -127,20 +142,15 @@ class WeightTransaction:
             try:
                 if join:
                     await self._start_join(update, store, size, backend)
-                await self._must(
-                    update,
-                    lambda m: m.client.rpc(
-                        "areal_receive",
-                        {
-                            "epoch": update.epoch,
-                            "version": version,
-                            "manifest": manifest.model_dump(mode="json"),
-                            "timeout_s": self._config.transfer_timeout_s,
-                        },
-                        self._config.pause_timeout_s,
-                    ),
-                    "receive",
-                )
+                arg: dict[str, Any] = {"epoch": update.epoch, "version": version}
+                arg["manifest"] = manifest.model_dump(mode="json")
+                if backend == DISK:
+                    method, arg["folder"] = "areal_stage", store["folder"]
+                    update.saved = (store["folder"], manifest)
+                else:
+                    method, arg["timeout_s"] = "areal_receive", self._config.transfer_timeout_s
+                limit = self._config.pause_timeout_s
+                await self._must(update, lambda m: m.client.rpc(method, arg, limit), "receive")
             except BaseException as e:
                 await self._drop(update, str(e) or repr(e))
                 raise
@@ -191,6 +201,7 @@ class WeightTransaction:
 
     async def close(self) -> None:
         """Drop or finish what is running."""
+        await self.saved.stop()
         update = self._update
         if update is not None:
             await self.abort(update.id, "the gateway stops")
@@ -269,7 +280,9 @@ class WeightTransaction:
                 raise WeightUpdateError(f"version {update.version} {update.dropped}", retry=True) from None
             raise
         try:
-            return await self._switch(update, paused_at, receive_s)
+            result = await self._switch(update, paused_at, receive_s)
+            self.saved.remember(update.version, update.saved, checksums)
+            return result
         except WeightUpdateError:
             raise
         except BaseException as e:  # nobody knows what the engines hold now
@@ -280,6 +293,7 @@ class WeightTransaction:
             self._update = None
             self._set_phase("serving", update)
             fleet.release()
+            self.saved.offer()
 
     async def _await_received(self, update: _Update, checksums: list[str]) -> None:
         """Until every engine has every bucket as it was sent. Raises WeightUpdateError(retry)."""
@@ -328,8 +342,10 @@ class WeightTransaction:
                     fleet.quarantine(member, f"failed to {what} version {version}: {answer}")
             return [a for a in answers.values() if not isinstance(a, EngineError)]
 
-        async def label(member: Member) -> None:
+        async def go_on(member: Member) -> None:
+            """Stamp, resume: by itself, for every request to a busy engine takes its turn."""
             await member.client.stamp(version, limit)
+            await member.client.resume(limit)
             member.version, member.tainted = version, False
 
         self._set_phase("paused", update)
@@ -346,9 +362,8 @@ class WeightTransaction:
         loads = await step("load", lambda m: m.client.rpc("areal_load", {"version": version}, limit))
         load_s = max((w["load_s"] for workers in loads for w in workers), default=0.0)
         self._set_phase("verifying", update)
-        await step("label", label)
         fleet.calls.count_kept(alive)
-        await step("resume", lambda m: m.client.resume(limit))
+        await step("label and resume", go_on)
         pause_s = time.monotonic() - paused_at
         if not alive and update.catch_up and fleet.serves:
             why = _list({m: m.reason for m in update.members})
@@ -419,6 +434,7 @@ class WeightTransaction:
         for member, answer in answers.items():
             if isinstance(answer, EngineError):
                 member.suspect.set()
+        self.saved.offer()
 
     def _set_phase(self, phase: str, update: _Update) -> None:
         self.phase = phase

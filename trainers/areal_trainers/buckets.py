@@ -1,0 +1,82 @@
+"""The policy's weights as packed buckets, one after the other, for a broadcast or for a file.
+
+Invariant: no more than two buckets and one whole tensor exist beside the shards. While one bucket is being
+sent the next is gathered into the other buffer; a third waits until the first has gone.
+
+A tensor larger than a bucket is a bucket of its own (`areal_agent.weights.plan`). One that needs no cast
+and fills its bucket alone is handed out as it lies, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from areal_agent.weights import ITEM_BYTES, Bucket, Manifest, plan
+
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+
+
+class Packer:
+    """Gathers, casts and packs. A collective: every rank asks for the same buckets in the same order.
+
+    Args:
+        tensors: Hugging Face name -> tensor, possibly an FSDP shard.
+        dtype: wire dtype, a name of `areal_agent.weights.ITEM_BYTES`.
+        bucket_bytes: most bytes in a bucket of several tensors.
+        keep: whether this rank holds the packed buckets (rank 0); the others only give their shards.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, *, keep: bool
+    ) -> None:
+        self._tensors, self._keep = tensors, keep
+        self.manifest: Manifest = plan(
+            [(name, dtype, tuple(t.shape)) for name, t in tensors.items()], bucket_bytes
+        )
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def pack(self, index: int) -> torch.Tensor:
+        """Bucket `index` as uint8 [nbytes] (empty where not `keep`); its memory is used again by `index` + 2."""
+        bucket = self.manifest.buckets[index]
+        flat: torch.Tensor | None = None
+        end = 0
+        for spec in bucket.tensors:
+            tensor = whole(self._tensors[spec.name])
+            if not self._keep:
+                del tensor
+                continue
+            if (as_it_is := _alone(bucket, tensor)) is not None:
+                return as_it_is
+            if flat is None:
+                flat = self._buffer(index % 2, bucket.nbytes, tensor.device)
+            flat[end : spec.offset].zero_()  # so that equal weights make equal bytes
+            end = spec.offset + spec.nbytes
+            place = flat[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
+            place.view(spec.shape).copy_(tensor)
+            del tensor  # before the next is gathered
+        if flat is None:
+            return self._buffers[index % 2][:0]
+        flat[end:].zero_()
+        return flat
+
+    def _buffer(self, which: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._buffers[which].numel() < nbytes:
+            self._buffers[which] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return self._buffers[which][:nbytes]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """An FSDP shard's whole tensor (a collective), or the tensor itself where nothing is sharded."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+
+
+def _alone(bucket: Bucket, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's own memory as the bucket, where the two are the same bytes."""
+    spec = bucket.tensors[0]
+    same = len(bucket.tensors) == 1 and spec.nbytes == bucket.nbytes and tensor.dtype == DTYPES[spec.dtype]
+    return tensor.detach().view(-1).view(torch.uint8) if same and tensor.is_contiguous() else None
