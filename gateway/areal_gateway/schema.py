@@ -6,7 +6,9 @@ SCHEMA_VERSION; an older program refuses a newer file instead of misreading it.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+from collections.abc import Iterable
+
+SCHEMA_VERSION = 2
 
 _COLUMNS = {
     "sessions": """
@@ -34,20 +36,37 @@ _COLUMNS = {
     "leases": "lease_id TEXT PRIMARY KEY, version INTEGER NOT NULL, expires_at REAL NOT NULL, at REAL NOT NULL",
     "lease_groups": "lease_id TEXT NOT NULL, group_id TEXT NOT NULL",
     "lease_ends": "lease_id TEXT PRIMARY KEY, kind TEXT NOT NULL, at REAL NOT NULL",
+    "rewinds": "seq INTEGER PRIMARY KEY, version INTEGER NOT NULL, leases INTEGER NOT NULL, at REAL NOT NULL",
+    "voids": "group_id TEXT PRIMARY KEY, why TEXT NOT NULL, at REAL NOT NULL",
 }
 
 TABLES = tuple(_COLUMNS)
 
-SCHEMA = "".join(
-    f"CREATE TABLE {name} ({columns});"
-    + "".join(
-        f"CREATE TRIGGER {name}_no_{verb.lower()} BEFORE {verb} ON {name} "
-        "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;"
-        for verb in ("UPDATE", "DELETE")
+_ADDED = {2: ("rewinds", "voids")}
+"""Version -> the tables it brought, which older files lack."""
+
+
+def _create(tables: Iterable[str]) -> str:
+    return "".join(
+        f"CREATE TABLE {name} ({_COLUMNS[name]});"
+        + "".join(
+            f"CREATE TRIGGER {name}_no_{verb.lower()} BEFORE {verb} ON {name} "
+            "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;"
+            for verb in ("UPDATE", "DELETE")
+        )
+        for name in tables
     )
-    for name, columns in _COLUMNS.items()
-) + (
+
+
+SCHEMA = _create(TABLES) + (
     "CREATE INDEX calls_by_session ON calls (session_id);"
     "CREATE INDEX rewards_by_session ON rewards (session_id);"
     "CREATE INDEX sessions_by_group ON sessions (group_id);"
 )
+
+
+def upgrade(found: int) -> str:
+    """Statements that bring a file of version `found` to SCHEMA_VERSION."""
+    if found == 0:
+        return SCHEMA
+    return "".join(_create(tables) for version, tables in _ADDED.items() if version > found)

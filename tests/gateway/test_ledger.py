@@ -134,6 +134,8 @@ async def test_no_row_can_be_changed_or_removed(path: Path, table: str, sql: str
         "leases": [("INSERT INTO leases VALUES ('l', 1, 1.0, 1.0)", ())],
         "lease_groups": [("INSERT INTO lease_groups VALUES ('l', 'g')", ())],
         "lease_ends": [("INSERT INTO lease_ends VALUES ('l', 'ack', 1.0)", ())],
+        "rewinds": [rewind_row(1, 1.0)],
+        "voids": [void_row("g", "why", 1.0)],
     }
     await ledger.append(*fill[table])
     with sqlite3.connect(path) as db, pytest.raises(sqlite3.IntegrityError, match="append-only"):
