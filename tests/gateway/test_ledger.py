@@ -27,7 +27,15 @@ from areal_gateway.records import (
     floats,
     ints,
 )
-from areal_gateway.rows import call_rows, delivery_row, reward_row, seal_row, session_row
+from areal_gateway.rows import (
+    call_rows,
+    delivery_row,
+    reward_row,
+    rewind_row,
+    seal_row,
+    session_row,
+    void_row,
+)
 from areal_gateway.schema import SCHEMA_VERSION, TABLES
 
 
