@@ -62,10 +62,10 @@ def run_trainer(
 ) -> tuple[int, str]:
     """`areal_trainers.main` to its end, or to its death -> (exit code, what it printed)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_trainer"])
+    context.set_forkserver_preload(["areal_trainers.main"])
     process = context.Process(target=_run, args=(arguments, environment, log, kill))
     process.start()
-    process.join(100)
+    process.join(110)
     if process.exitcode is None:
         process.kill()
         process.join()

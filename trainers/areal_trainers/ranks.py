@@ -22,19 +22,20 @@ STEP_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` ranks, its device, and the mesh FSDP shards over."""
+    """This process among `size` ranks, its device, the mesh FSDP shards over, and the widest float it adds in."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    wide: torch.dtype = torch.float64
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks (float64 where the device has it)."""
+        """Element-wise sum over ranks (in `wide`)."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
@@ -44,13 +45,12 @@ class Ranks:
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return values
-        wide = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
-        tensor = torch.tensor(values, dtype=wide, device=self.device)
+        tensor = torch.tensor(values, dtype=self.wide, device=self.device)
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
     def sum_array(self, values: np.ndarray) -> np.ndarray:
-        """Element-wise sum of float64 arrays over ranks (float32 where the device has no float64)."""
+        """Element-wise sum of float64 arrays over ranks (added in `wide`)."""
         return np.asarray(self._reduce(values.tolist(), dist.ReduceOp.SUM)) if self.size > 1 else values
 
     def broadcast_bytes(self, blob: bytes | None) -> bytes:
@@ -77,13 +77,14 @@ def join_ranks(platform: Platform) -> Iterator[Ranks]:
     size = 1 if alone else int(os.environ["WORLD_SIZE"])
     device = platform.device(0 if alone else int(os.environ["LOCAL_RANK"]))
     if dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, _mesh(platform, dist.get_world_size()))
+        size = dist.get_world_size()
+        yield Ranks(dist.get_rank(), size, device, _mesh(platform, size), platform.widest_float)
         return
     # A single rank needs no rendezvous, so it opens no port.
     store = HashStore() if size == 1 else None
     dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     try:
-        yield Ranks(rank, size, device, _mesh(platform, size))
+        yield Ranks(rank, size, device, _mesh(platform, size), platform.widest_float)
     finally:
         dist.destroy_process_group()
 

@@ -43,14 +43,15 @@ class TrainingState:
 
     Args:
         parts: by name; the policy, and whatever else is trained beside it.
+        folder: of the run's states; None to load only.
         keep: newest states kept.
     """
 
     def __init__(
-        self, parts: Mapping[str, Part], ranks: Ranks, platform: Platform, folder: Path, keep: int
+        self, parts: Mapping[str, Part], ranks: Ranks, platform: Platform, folder: Path | None, keep: int
     ) -> None:
         self._parts, self._ranks, self._platform = parts, ranks, platform
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep = folder or Path("no folder of states"), keep
         self._pending: tuple[int, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, "training-state")
         # Saving goes on beside training, so its collectives need a group of their own. Files are written by
@@ -58,7 +59,7 @@ class TrainingState:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self._group = group
-        if ranks.first:
+        if ranks.first and folder is not None:
             for left in folder.glob(".step-*"):  # of a process that was killed while it wrote
                 shutil.rmtree(left)
         ranks.max([0.0])  # nobody writes before that is done
