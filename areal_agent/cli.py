@@ -77,6 +77,12 @@ def train(
     ] = None,
     engines: EnginesOpt = None,
     run_dir: RunDirOpt = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN_DIR", help="Go on with an interrupted run, under its settings."
+        ),
+    ] = None,
     assignments: SetOpt = None,
 ) -> None:
     """Train the agent that SCRIPT_OR_CONFIG defines, on this machine.
@@ -88,6 +94,17 @@ def train(
     from areal_agent.train import train as run_training
 
     job = scripts.load(script)
+    if resume is not None:
+        if any(v is not None for v in (model, steps, engines, run_dir)) or assignments:
+            raise ConfigError(f"{resume} is resumed with its own settings; give no others beside --resume")
+        run_training(
+            job.agent,
+            job.reward,
+            dataset=dataset or job.part("dataset"),
+            eval_dataset=_number(eval_dataset) or job.part("eval_dataset"),
+            resume=resume,
+        )
+        return
     config = _settings(job, assignments, {"trainer.steps": steps, "fleet.engines": _number(engines)}, run_dir)
     config.model = model or config.model or str(job.part("model") or "")
     run_training(
@@ -180,6 +197,22 @@ def gateway(
 
 
 app.add_typer(fleet.commands, name="fleet")
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Where to; default RUN_DIR/export/step-N."),
+    ] = None,
+) -> None:
+    """Write the newest training state of a run as a Hugging Face folder; the run may be going on."""
+    from areal_agent import checks
+
+    checks.installed(trainer=True)
+    # By name, as the gateway above: the SDK must not depend on the trainer.
+    typer.echo(importlib.import_module("areal_trainers.export").export_run(run_dir, out))
 
 
 @app.command()

@@ -110,6 +110,12 @@ class TrainerConfig(Section):
     platform: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="device family")
     learning_rate: float = Field(default=3e-4, gt=0, description="AdamW peak learning rate")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="learning rate after the warm-up, over the rest of the steps"
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="where linear and cosine end, as a share of the peak"
+    )
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW moments")
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW decoupled decay")
@@ -139,11 +145,16 @@ class TrainerConfig(Section):
         gt=0,
         description="stop when engine and trainer logprobs of the same weights differ by more",
     )
-    lease_s: float = Field(default=600.0, gt=0, description="a leased batch returns unless acked within this")
+    lease_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="a leased batch returns when its trainer was not heard of for this long",
+    )
     wait_s: float = Field(default=600.0, gt=0, description="stop when no batch became ready for this long")
     checkpoint_every: int = Field(
-        default=10, ge=0, description="steps between checkpoints, the last two are kept; 0: only at the end"
+        default=10, ge=0, description="steps between checkpoints; 0: only at the end"
     )
+    keep_checkpoints: int = Field(default=2, gt=0, description="newest checkpoints kept")
     seed: int = Field(default=0, description="seed of every rank")
 
     @field_validator("sequence_parallel")

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -158,6 +158,22 @@ class RolloutController:
         )
         self._void_sessions = 0
         self._admitted = self.admission.accepted  # groups so far, which number the seeds
+        self._ran: set[int] = set()
+        """Numbers of the groups that an interrupted run has finished."""
+
+    def resume(self, states: Mapping[str, str]) -> None:
+        """Take over the groups of an interrupted run; call before `train`.
+
+        Those that finished count as before, void ones included: their tasks and seeds are used up. Those
+        that were abandoned run again with the task and the seeds they had.
+
+        Args:
+            states: of every group in the ledger, by id.
+        """
+        finished = {g: state for g, state in states.items() if state not in ("open", "abandoned")}
+        self._ran = {n for g in finished if (n := group_number(g)) is not None}
+        self.admission.accepted = sum(state != "void" for state in finished.values())
+        self._admitted = 0
 
     def see_version(self, version: int) -> None:
         """The policy is at `version`: may admit more."""
@@ -185,6 +201,9 @@ class RolloutController:
             self._wake.clear()
             for _ in range(admission.room):
                 admission.admit()
+                while self._admitted in self._ran:
+                    next(tasks)
+                    self._admitted += 1
                 groups.create_task(self._train_group(next(tasks), self._admitted))
                 self._admitted += 1
             await self._wake.wait()
@@ -199,7 +218,7 @@ class RolloutController:
 
     async def run_group(self, item: Item, purpose: Purpose, size: int, number: int = 0) -> Group:
         """`size` sessions of one task, side by side. `number`: which group of the run, for its seeds."""
-        group_id = uuid.uuid4().hex
+        group_id = f"{number}-{uuid.uuid4().hex}"
         runs = [
             self._one(
                 item,
@@ -247,6 +266,12 @@ class RolloutController:
                 f"{sum(e.sealed.trained_tokens == 0 for e in group.episodes)} no trainable call "
                 f"(calls of the last one: {dict(group.episodes[-1].sealed.calls)})"
             )
+
+
+def group_number(group_id: str) -> int | None:
+    """Which group of the run it is; None where somebody else named it."""
+    head = group_id.partition("-")[0]
+    return int(head) if head.isdecimal() else None
 
 
 def session_seed(seed: int, group: int, member: int) -> int:

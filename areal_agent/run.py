@@ -144,6 +144,30 @@ class Run:
         with self.phase("starting the trainer"):
             await self._services.start_trainer(self._gateway)
 
+    async def resume_trainer(self) -> None:
+        """Go on where an interrupted run was: returns once the engines hold its newest training state."""
+        version = self.folder.resumable_version()
+        with self.phase("resuming the trainer"):
+            states = await self._gateway.take_over(version)
+            self._controller.resume(states)
+            await self._services.start_trainer(self._gateway, resume=True)
+            await self._services.watch(self._until(version))
+        log.warning("resumed at version %d with %d groups in the ledger", version, len(states))
+
+    async def _until(self, version: int) -> None:
+        """The trainer pushed `version`: sessions opened before would be answered by other weights."""
+        ended = asyncio.ensure_future(self._services.trainer_finished())
+        try:
+            while not ended.done():
+                if int((await self._gateway.status()).get("version") or 0) == version:
+                    break
+                await asyncio.sleep(POLL_S)
+            else:
+                ended.result()  # raises what the trainer said
+        finally:
+            ended.cancel()
+        await self._look()
+
     async def train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
         """Rollouts until the trainer ends; returns the trainer's own summary."""
         self._progress.training_since = time.monotonic()

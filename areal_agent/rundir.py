@@ -1,7 +1,7 @@
 """The run folder: every file of a run has one place, and a reader never sees half of one.
 
 config.json admin.key gateway.json trainer.json summary.json metrics.jsonl evals.jsonl
-ledger.sqlite checkpoints/ logs/ tensorboard/
+ledger.sqlite checkpoints/ state/ logs/ tensorboard/
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 from areal_agent.config import RunConfig
 from areal_agent.errors import ConfigError
 from areal_agent.keyfile import shared_key
+
+STATE_FILE = "state.json"
+"""Of a training state: its version and counters. The folder that holds it is whole."""
 
 
 class RunDir:
@@ -51,6 +54,16 @@ class RunDir:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def state_path(self) -> Path:
+        """Folder of the training states a run can be resumed from."""
+        return self.path / "state"
+
+    def resumable_version(self) -> int:
+        """The version of the newest training state; 0 where there is none, which is the model itself."""
+        newest = newest_state(self.state_path)
+        return version_of(newest) if newest else 0
+
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
@@ -82,6 +95,21 @@ class RunDir:
     def write(self, name: str, value: dict[str, Any]) -> Path:
         write_json(self.path / name, value)
         return self.path / name
+
+
+def state_folders(folder: Path) -> list[Path]:
+    """The whole training states below `folder`, `step-N` each, oldest first."""
+    return sorted((f.parent for f in folder.glob(f"step-*/{STATE_FILE}")), key=version_of)
+
+
+def newest_state(folder: Path) -> Path | None:
+    """The newest whole training state below `folder`; None when there is none."""
+    return next(reversed(state_folders(folder)), None)
+
+
+def version_of(folder: Path) -> int:
+    """N of a folder `step-N`."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def write_json(path: Path, value: Any) -> None:

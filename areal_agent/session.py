@@ -211,6 +211,15 @@ class GatewayClient:
         """Version, fleet, counts of calls, sessions and groups, the trainer's last metrics."""
         return await self.get("/admin/status")
 
+    async def take_over(self, version: int) -> dict[str, str]:
+        """For a resumed run, before anything is opened: the state of every training group, by id.
+
+        The gateway rewinds its leases to `version` and gives up what the earlier run left open.
+        """
+        await self.post("/admin/groups/abandon", {}, repeat=True)
+        await self.post("/admin/trajectories/rewind", {"version": version}, repeat=True)
+        return dict((await self.get("/admin/groups"))["groups"])
+
     async def healthy(self) -> bool:
         """Whether the gateway answers at all (its engines may still be starting)."""
         try:

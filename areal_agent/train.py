@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from areal_agent import checks
 from areal_agent import dataset as data
 from areal_agent.controller import EvalResult, Group
-from areal_agent.errors import ArealError
+from areal_agent.errors import ArealError, ConfigError
 from areal_agent.launch.machine import plan_engines
 from areal_agent.panel import report
 from areal_agent.run import Run
+from areal_agent.rundir import RunDir
 from areal_agent.settings import ConfigLike, resolve
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def train(
     model: str | Path | None = None,
     config: ConfigLike = None,
     run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
 ) -> TrainResult:
     """Train the policy behind `agent` on `dataset` with what `reward` says of its results.
 
@@ -68,6 +70,8 @@ def train(
         model: Hugging Face folder the policy starts from.
         config: RunConfig, mapping, or path; what is not passed comes from areal.yaml next to the script.
         run_dir: where the run is kept; by default runs/NAME-TIME.
+        resume: folder of an interrupted run to go on with, under the settings it has; then neither model,
+            config nor run_dir is given. Agent, reward and data have to be those it was started with.
 
     Raises:
         ArealError: one of its kinds, as a sentence, when the input cannot be used or the run failed.
@@ -82,6 +86,7 @@ def train(
             model=model,
             config=config,
             run_dir=run_dir,
+            resume=resume,
         ),
     )
 
@@ -95,17 +100,30 @@ async def atrain(
     model: str | Path | None = None,
     config: ConfigLike = None,
     run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
 ) -> TrainResult:
     """`train` for a caller inside an event loop."""
-    settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
+    folder = None if resume is None else RunDir(resume)
+    if folder is None:
+        settings = resolve(config, model=_text(model), run_dir=_text(run_dir))
+    else:
+        if model or config or run_dir:
+            raise ConfigError(
+                f"{folder.path} is resumed with its own settings; give no model, config or run_dir"
+            )
+        settings = folder.read_config()
     training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
     checks.before_start(settings, trainer=True)
     settings.fleet.engines, why = plan_engines(settings)
 
-    async with Run(settings, agent, reward) as run:
+    async with Run(settings, agent, reward, folder=folder) as run:
         run.remark([f"engines: {settings.fleet.engines} ({why})", *data.remarks(training, held_out)])
-        before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
-        await run.start_trainer()
+        before = None
+        if folder is None:
+            before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
+            await run.start_trainer()
+        else:
+            await run.resume_trainer()
         trainer = await run.train(training, held_out)
         after = await run.evaluate(held_out[: settings.eval.tasks], "after training")
         summary = await run.summarise(before, after, trainer)

@@ -95,11 +95,15 @@ class Services:
                 )
             await asyncio.sleep(0.25)
 
-    async def start_trainer(self, client: GatewayClient) -> None:
-        """Start the FSDP2 ranks under torchrun; returns once torchrun runs."""
+    async def start_trainer(self, client: GatewayClient, *, resume: bool = False) -> None:
+        """Start the FSDP2 ranks under torchrun; returns once torchrun runs.
+
+        resume: go on from the run's newest training state.
+        """
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(self.config.trainer.ranks)]
         command += ["-m", "areal_trainers.main", "--run-dir", str(self.run.path)]
+        command += ["--resume"] if resume else []
         env = dict(os.environ) | {"AREAL_GATEWAY_URL": client.url, "AREAL_ADMIN_KEY": self.run.admin_key()}
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.config.trainer.ranks)))
         self._processes["trainer"] = await Guarded.astart(

@@ -27,6 +27,7 @@ from areal_gateway.feedback import give
 from areal_gateway.fields import bad, choice, integer, labels, mapping, number, text
 from areal_gateway.fleet.types import EngineSampling, UnknownEngine
 from areal_gateway.http import Handler, admin_error, answer, guarded, read_json, route_of
+from areal_gateway.leases import ABANDONED
 from areal_gateway.records import CallRecord, Outcome, Sampling, SessionHistory
 from areal_gateway.sessions import summary
 from areal_gateway.trajectories import fold
@@ -55,6 +56,10 @@ def routes(app: web.Application) -> None:
     admin("POST", "/admin/trajectories/lease", lease)
     admin("POST", "/admin/trajectories/ack", ack)
     admin("POST", "/admin/trajectories/nack", nack)
+    admin("POST", "/admin/trajectories/renew", renew)
+    admin("POST", "/admin/trajectories/rewind", rewind)
+    admin("GET", "/admin/groups", groups)
+    admin("POST", "/admin/groups/abandon", abandon)
     admin("POST", "/admin/metrics", trainer_metrics)
     admin("GET", "/admin/status", status)
     admin("GET", "/admin/fleet", fleet)
@@ -273,6 +278,33 @@ async def nack(gateway: Gateway, request: web.Request) -> web.Response:
     lease_id = text(mapping(await read_json(request)), "lease_id")
     await gateway.leases.nack(lease_id)
     return answer({"lease_id": lease_id})
+
+
+async def renew(gateway: Gateway, request: web.Request) -> web.Response:
+    body = mapping(await read_json(request))
+    lease_id = text(body, "lease_id")
+    gateway.leases.renew(lease_id, number(body, "lease_s", low=0.001, high=1e9))
+    return answer({"lease_id": lease_id})
+
+
+async def rewind(gateway: Gateway, request: web.Request) -> web.Response:
+    """{version} -> {version, batches}: the trainer resumes at `version`; see Leases.rewind."""
+    version = integer(mapping(await read_json(request)), "version", low=0)
+    return answer({"version": version, "batches": await gateway.leases.rewind(version)})
+
+
+async def groups(gateway: Gateway, request: web.Request) -> web.Response:
+    """-> {groups: {id: state}} of every training group of the run."""
+    return answer({"groups": gateway.leases.states()})
+
+
+async def abandon(gateway: Gateway, request: web.Request) -> web.Response:
+    """A resumed controller: nobody runs the open sessions any more. -> {groups: [id], sessions}"""
+    given_up = await gateway.leases.abandon()
+    sessions = [s.id for s in gateway.sessions.running()]
+    for session_id in sessions:
+        await gateway.sessions.seal(session_id, Outcome.FAILED, ABANDONED)
+    return answer({"groups": given_up, "sessions": len(sessions)})
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ Invariant: while a trainer asks for at most η versions of staleness, no token i
 than η versions before the version it is given at. Nothing is dropped to achieve this: a lease waits for
 the groups that would otherwise exceed η at the next version, and takes them (oldest first).
 
-A group is *open* until all its sessions are sealed, then *ready*, or *void* when no session has both a
-reward and something to train. A lease makes it *leased*, an ack *consumed*; a nack or the lease's end
-makes it ready again.
+A trainer that resumes from a checkpoint has lost the versions after it. It *rewinds* to the checkpoint's
+version: the batches leased at that version or later are undone and given out again, the same groups in the
+same order, before anything else. Retraining them makes the lost versions again, bit for bit, so the versions
+stamped on tokens that were sampled meanwhile stay true.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import replace
 from uuid import uuid4
 
 from areal_agent.errors import GatewayError
 from areal_agent.trajectory import Batch
 from areal_gateway.credit import Credit
 from areal_gateway.events import EventBus
+from areal_gateway.groups import Choice, Group, choose, undo
 from areal_gateway.ledger import Ledger
 from areal_gateway.metrics import Metrics
 from areal_gateway.records import LeaseEnd, LeaseRecord, SealRecord, SessionRecord
-from areal_gateway.rows import lease_end_row, lease_rows
+from areal_gateway.rows import lease_end_row, lease_rows, rewind_row, void_row
 from areal_gateway.trajectories import fold
 
 log = logging.getLogger(__name__)
@@ -39,96 +40,7 @@ POLL_S = 0.25
 """A waiting lease looks again this often, besides being woken: versions change without telling us."""
 SAY_S = 30.0
 """A lease that waits this long says whom it waits for."""
-
-
-@dataclass(slots=True)
-class Group:
-    """The sessions of one task that are compared. `opened_version` is that of its earliest session."""
-
-    group_id: str
-    size: int
-    admitted: int
-    opened_version: int
-    session_ids: list[str] = field(default_factory=list)
-    seals: dict[str, SealRecord] = field(default_factory=dict)
-    lease_id: str | None = None
-
-    @property
-    def closed(self) -> bool:
-        return len(self.seals) == self.size
-
-    @property
-    def void(self) -> bool:
-        return self.closed and not any(s.reward is not None and s.trained_tokens for s in self.seals.values())
-
-    @property
-    def ready(self) -> bool:
-        return self.closed and self.lease_id is None
-
-    @property
-    def oldest_version(self) -> int:
-        """Of its trained tokens."""
-        found = [s.oldest_version for s in self.seals.values() if s.oldest_version is not None]
-        return min(found, default=self.opened_version)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a lease may take now; `waiting_for` says, in words, why it may not."""
-
-    groups: tuple[Group, ...] = ()
-    waiting_for: str = ""
-
-
-def choose(groups: Seq[Group], *, want: int, max_staleness: int | None, version: int) -> Choice:
-    """The lease rule, on groups that are neither void nor consumed.
-
-    A group opened at version u must be trained at version u + η at the latest (η = max_staleness), and one
-    batch is trained per version. So of the R(u) groups opened at u or before, this batch, at version v, has
-    to take at least R(u) - (u + η - v) · want, or the batches up to u + η cannot take them all. For u = v - η
-    these are all of them. If too few of them are ready, the batch waits: younger groups that are ready may
-    not overtake them any more. It is earliest-deadline-first scheduling.
-
-    While the controller admits at most (η + v + 1) · want groups up to version v, `want` groups are always
-    enough; where it admitted more, a batch is larger rather than staler.
-    """
-    free = sorted((g for g in groups if g.lease_id is None), key=lambda g: (g.opened_version, g.admitted))
-    ready = [g for g in free if g.ready]
-    needs = {} if max_staleness is None else _needs(free, want, max_staleness, version)
-    size = max([want, *needs.values()])
-    chosen = ready[:size]
-    for opened, need in needs.items():
-        taken = sum(g.opened_version <= opened for g in chosen)
-        if taken < need:
-            late = [g for g in free if g.opened_version <= opened and not g.ready]
-            return Choice(
-                waiting_for=f"{need - taken} of {len(late)} groups that are due, first {describe(late[0])}"
-            )
-    if len(chosen) < size:
-        pending = next((g for g in free if not g.ready), None)
-        first = f"; oldest open: {describe(pending)}" if pending else ""
-        return Choice(waiting_for=f"{size - len(chosen)} more groups of {size}{first}")
-    return Choice(tuple(sorted(chosen, key=lambda g: g.admitted)))
-
-
-def _needs(free: Seq[Group], want: int, max_staleness: int, version: int) -> dict[int, int]:
-    """u -> how many of the groups opened at u or before this batch must take; `free` is sorted by u."""
-    needs = {}
-    for count, group in enumerate(free, start=1):  # the last of each u counts, and overwrites
-        slack = max(0, group.opened_version + max_staleness - version)
-        needs[group.opened_version] = max(0, count - slack * want)
-    return needs
-
-
-def describe(group: Group) -> str:
-    open_ids = [s for s in group.session_ids if s not in group.seals]
-    missing = group.size - len(group.session_ids)
-    return (
-        f"group {group.group_id} of version {group.opened_version} ({len(group.seals)} of {group.size} sealed"
-        + (f", {missing} never opened" if missing else "")
-        + (f", open: {', '.join(open_ids[:3])}" if open_ids else "")
-        + ")"
-    )
+ABANDONED = "the run that opened it ended before its sessions did"
 
 
 class Leases:
@@ -144,6 +56,10 @@ class Leases:
         self._groups: dict[str, Group] = {}
         self._leases: dict[str, LeaseRecord] = {}
         self._ended: dict[str, LeaseEnd] = {}
+        self._again: deque[tuple[str, ...]] = deque()
+        """Batches (their group ids) to be given out again after a rewind, in their old order."""
+        self._repeated: dict[str, tuple[str, ...]] = {}
+        """Lease -> the batch it took from there: where it is not acked, that is the next one again."""
         self._past: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._starving: float | None = None
@@ -197,16 +113,27 @@ class Leases:
             log.warning("group %s is %s: %s", group.group_id, state, why)
 
     def restore(self) -> None:
-        """After the sessions were restored: leases and acks of an earlier process."""
-        for lease, end in self._ledger.leases():
+        """After the sessions were restored: what an earlier process leased, acked, rewound and gave up.
+
+        An open lease gets its whole time again: that it was renewed is not in the ledger.
+        """
+        for group_id, why in self._ledger.voids().items():
+            if group_id in self._groups:
+                self._forget(self._groups[group_id], "void", why)
+        leases = self._ledger.leases()
+        rewound = undo(leases, self._ledger.rewinds())
+        self._again = rewound.again
+        now = time.time()
+        for lease, end in leases:
+            end = LeaseEnd.REWOUND if lease.lease_id in rewound.leases else end
             if end is not None:
                 self._ended[lease.lease_id] = end
             else:
-                self._leases[lease.lease_id] = lease
-            for group_id in lease.group_ids:
-                group = self._groups.get(group_id)
-                if group is None:
-                    continue
+                whole = now + lease.expires_at - lease.at
+                self._leases[lease.lease_id] = replace(lease, expires_at=max(lease.expires_at, whole))
+                if lease.lease_id in rewound.repeated:
+                    self._repeated[lease.lease_id] = lease.group_ids
+            for group in [self._groups[g] for g in lease.group_ids if g in self._groups]:
                 if end is LeaseEnd.ACK:
                     self._consume(group)
                 elif end is None:
@@ -222,6 +149,8 @@ class Leases:
         while True:
             self.expire()
             now = version()
+            if self._again:
+                return await self._grant(tuple(self._groups[g] for g in self._again[0]), now, lease_s)
             self._void_stale(max_staleness, now)
             choice = choose(list(self._groups.values()), want=want, max_staleness=max_staleness, version=now)
             if choice.groups:
@@ -267,6 +196,8 @@ class Leases:
         )
         for group in groups:
             group.lease_id = lease.lease_id
+        if self._again and self._again[0] == lease.group_ids:
+            self._repeated[lease.lease_id] = self._again.popleft()
         self._leases[lease.lease_id] = lease
         try:
             await self._ledger.append(*lease_rows(lease))
@@ -310,11 +241,84 @@ class Leases:
     async def nack(self, lease_id: str) -> None:
         """Give the batch back. Ending an ended lease otherwise than by ack changes nothing."""
         end = self._ended.get(lease_id)
-        if end in (LeaseEnd.NACK, LeaseEnd.EXPIRED):
+        if end in (LeaseEnd.NACK, LeaseEnd.EXPIRED, LeaseEnd.REWOUND):
             return
         if end is not None or lease_id not in self._leases:
             raise _ended_error(lease_id, end)
         await self._end(lease_id, LeaseEnd.NACK)
+
+    def renew(self, lease_id: str, lease_s: float) -> None:
+        """The lease ends `lease_s` from now at the earliest. Raises GatewayError like `ack`."""
+        self.expire()
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise _ended_error(lease_id, self._ended.get(lease_id))
+        later = max(lease.expires_at, time.time() + lease_s)
+        self._leases[lease_id] = replace(lease, expires_at=later)
+
+    async def rewind(self, version: int) -> int:
+        """Undo every batch leased at `version` or later; returns how many are to be leased again.
+
+        The trainer stands at `version` again: what it had trained since is lost, whether it was acked or not.
+        Rewinding twice changes nothing more. A trainer that still holds one of the leases may not ack it.
+        """
+        await self._ledger.append(rewind_row(version, time.time()))
+        leases = self._ledger.leases()
+        rewound = undo(leases, self._ledger.rewinds())
+        self._again = rewound.again
+        for lease, _ in leases:
+            if lease.lease_id in rewound.leases and self._ended.get(lease.lease_id) is not LeaseEnd.REWOUND:
+                self._leases.pop(lease.lease_id, None)
+                self._repeated.pop(lease.lease_id, None)
+                self._ended[lease.lease_id] = LeaseEnd.REWOUND
+        self._bring_back({g for batch in self._again for g in batch})
+        self._events.publish("rewound", version=version, batches=len(self._again))
+        log.warning("rewound to version %d: %d batches are leased again", version, len(self._again))
+        self._changed.set()
+        return len(self._again)
+
+    def _bring_back(self, group_ids: set[str]) -> None:
+        """Groups of undone leases are ready again; of those consumed, only the ledger still knows."""
+        for group_id in group_ids & self._groups.keys():
+            self._groups[group_id].lease_id = None
+        for session, seal in self._ledger.sessions(group_ids - self._groups.keys()):
+            if session.group_id not in self._groups:
+                self._past["consumed"] -= 1
+            self.opened(session)
+            if seal is not None:
+                self._groups[session.group_id].seals[session.session_id] = seal
+                self.multi_version_calls -= seal.multi_version_calls
+
+    async def abandon(self) -> list[str]:
+        """Void every group that is still open: nobody will finish it. Returns their ids."""
+        given_up = [g for g in self._groups.values() if not g.closed]
+        for group in given_up:
+            self._forget(group, "void", ABANDONED)
+        if given_up:
+            now = time.time()
+            await self._ledger.append(*(void_row(g.group_id, ABANDONED, now) for g in given_up))
+        return [g.group_id for g in given_up]
+
+    def states(self) -> dict[str, str]:
+        """Group id -> open, ready, leased, consumed, void or abandoned: every group there ever was.
+
+        Reads the whole ledger: call it from where a resumed run counts what it has, not from a loop.
+        """
+        acked = {
+            g
+            for lease, _ in self._ledger.leases()
+            for g in lease.group_ids
+            if self._ended.get(lease.lease_id) is LeaseEnd.ACK
+        }
+        abandoned = self._ledger.voids()
+        out: dict[str, str] = {}
+        for session, _ in self._ledger.sessions():
+            if session.purpose == "train":
+                group = self._groups.get(session.group_id)
+                past = "consumed" if session.group_id in acked else "void"
+                past = "abandoned" if session.group_id in abandoned else past
+                out[session.group_id] = past if group is None else group.state
+        return out
 
     def expire(self) -> None:
         now = time.time()
@@ -325,6 +329,9 @@ class Leases:
     def _end(self, lease_id: str, kind: LeaseEnd) -> asyncio.Future[None]:
         lease = self._leases.pop(lease_id)
         self._ended[lease_id] = kind
+        repeated = self._repeated.pop(lease_id, None)
+        if repeated is not None and kind is not LeaseEnd.ACK:
+            self._again.appendleft(repeated)
         for group_id in lease.group_ids:
             group = self._groups[group_id]
             if kind is LeaseEnd.ACK:
@@ -350,14 +357,19 @@ class Leases:
             "void": self._past["void"],
         }
         for g in self._groups.values():
-            out["leased" if g.lease_id else "ready" if g.closed else "open"] += 1
+            out[g.state] += 1
         return out
 
 
 def _ended_error(lease_id: str, end: LeaseEnd | None) -> GatewayError:
     if end is None:
         return GatewayError(f"no lease {lease_id!r}", status=404, code="unknown_lease")
-    words = {LeaseEnd.ACK: "acked", LeaseEnd.NACK: "given back", LeaseEnd.EXPIRED: "expired"}[end]
+    words = {
+        LeaseEnd.ACK: "acked",
+        LeaseEnd.NACK: "given back",
+        LeaseEnd.EXPIRED: "expired",
+        LeaseEnd.REWOUND: "undone by a rewind",
+    }[end]
     return GatewayError(
         f"lease {lease_id} was {words}; its groups may be in another batch, so discard this one",
         status=409,

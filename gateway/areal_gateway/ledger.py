@@ -32,7 +32,7 @@ from areal_gateway.records import (
     SessionRecord,
 )
 from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_reward, read_seal, read_session
-from areal_gateway.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from areal_gateway.schema import SCHEMA_VERSION, upgrade
 
 log = logging.getLogger(__name__)
 
@@ -183,11 +183,20 @@ class Ledger:
             except sqlite3.Error as e:
                 raise LedgerError(f"cannot read the ledger {self.path}: {e}") from e
 
-    def sessions(self) -> list[tuple[SessionRecord, SealRecord | None]]:
-        """Every session with its seal, in the order of admission."""
-        seals = {seal.session_id: seal for seal in map(read_seal, self._select("SELECT * FROM seals"))}
-        rows = self._select("SELECT * FROM sessions ORDER BY admitted")
-        return [(s, seals.get(s.session_id)) for s in map(read_session, rows)]
+    def sessions(
+        self, group_ids: Iterable[str] | None = None
+    ) -> list[tuple[SessionRecord, SealRecord | None]]:
+        """Every session (of these groups) with its seal, in the order of admission."""
+        if group_ids is None:
+            seals = self._select("SELECT * FROM seals")
+            rows = self._select("SELECT * FROM sessions ORDER BY admitted")
+        else:
+            named = (orjson.dumps(list(group_ids)).decode(),)
+            of = "FROM sessions WHERE group_id IN (SELECT value FROM json_each(?))"
+            seals = self._select(f"SELECT * FROM seals WHERE session_id IN (SELECT session_id {of})", named)
+            rows = self._select(f"SELECT * {of} ORDER BY admitted", named)
+        by_session = {seal.session_id: seal for seal in map(read_seal, seals)}
+        return [(s, by_session.get(s.session_id)) for s in map(read_session, rows)]
 
     def session_id_of_key(self, key_hash: bytes) -> str | None:
         rows = self._select("SELECT session_id FROM sessions WHERE key_hash = ?", (key_hash,))
@@ -268,6 +277,14 @@ class Ledger:
             for lease_id, version, expires_at, at, kind in rows
         ]
 
+    def rewinds(self) -> list[tuple[int, int]]:
+        """(version, leases there were by then) of every rewind, oldest first."""
+        return [(v, n) for v, n in self._select("SELECT version, leases FROM rewinds ORDER BY seq")]
+
+    def voids(self) -> dict[str, str]:
+        """Groups given up by hand, and why."""
+        return dict(self._select("SELECT group_id, why FROM voids"))  # type: ignore[arg-type]
+
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -313,11 +330,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
                 raise ConfigError(
                     f"{path} is an SQLite file, but no ledger of areal-agent; name another file"
                 )
-            db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif found < SCHEMA_VERSION:
-            steps = "".join(MIGRATIONS[v] for v in range(found, SCHEMA_VERSION))
-            db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-            log.info("ledger %s: schema %d brought to %d", path, found, SCHEMA_VERSION)
+        if found < SCHEMA_VERSION:
+            db.executescript(f"BEGIN; {upgrade(found)} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            if found:
+                log.info("ledger %s: schema %d brought to %d", path, found, SCHEMA_VERSION)
         if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise ConfigError(
                 f"the ledger {path} is damaged: {damage}; restore a copy, or use another run folder"

@@ -195,6 +195,8 @@ class LeaseEnd(StrEnum):
     """The trainer gave them back."""
     EXPIRED = "expired"
     """Neither came in time; the groups are back."""
+    REWOUND = "rewound"
+    """The trainer resumed from before it: the batch is leased again. Follows from a rewind; never stored."""
 
 
 @dataclass(frozen=True, slots=True)

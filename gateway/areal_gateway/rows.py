@@ -139,6 +139,19 @@ def lease_end_row(lease_id: str, kind: LeaseEnd, at: float) -> Row:
     return "INSERT OR IGNORE INTO lease_ends VALUES (?,?,?)", (lease_id, kind.value, at)
 
 
+def rewind_row(version: int, at: float) -> Row:
+    """`leases`: how many there were, so that the fold knows which of them it undid."""
+    return (
+        "INSERT INTO rewinds (version, leases, at) VALUES (?, (SELECT COUNT(*) FROM leases), ?)",
+        (version, at),
+    )
+
+
+def void_row(group_id: str, why: str, at: float) -> Row:
+    """A group given up by hand; one that is void by its rewards needs no row."""
+    return "INSERT OR IGNORE INTO voids VALUES (?,?,?)", (group_id, why, at)
+
+
 def _json(value: Any) -> bytes:
     return orjson.dumps(value)
 

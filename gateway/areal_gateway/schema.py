@@ -6,6 +6,8 @@ SCHEMA_VERSION and adds a migration; an older program refuses a newer file inste
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 SCHEMA_VERSION = 2
 
 NO_ORPHANS = (
@@ -14,9 +16,6 @@ NO_ORPHANS = (
     "BEGIN SELECT RAISE(ABORT, 'the call that this one continues was never written'); END;"
 )
 """A call whose parent could not be written would lack the tokens that it begins with."""
-
-MIGRATIONS = {1: "ALTER TABLE rewards ADD COLUMN labels BLOB;" + NO_ORPHANS}
-"""From a version to the next. Only additions: rows that are there stay as they were written."""
 
 _COLUMNS = {
     "sessions": """
@@ -44,20 +43,36 @@ _COLUMNS = {
     "leases": "lease_id TEXT PRIMARY KEY, version INTEGER NOT NULL, expires_at REAL NOT NULL, at REAL NOT NULL",
     "lease_groups": "lease_id TEXT NOT NULL, group_id TEXT NOT NULL",
     "lease_ends": "lease_id TEXT PRIMARY KEY, kind TEXT NOT NULL, at REAL NOT NULL",
+    "rewinds": "seq INTEGER PRIMARY KEY, version INTEGER NOT NULL, leases INTEGER NOT NULL, at REAL NOT NULL",
+    "voids": "group_id TEXT PRIMARY KEY, why TEXT NOT NULL, at REAL NOT NULL",
 }
 
 TABLES = tuple(_COLUMNS)
 
-SCHEMA = "".join(
-    f"CREATE TABLE {name} ({columns});"
-    + "".join(
-        f"CREATE TRIGGER {name}_no_{verb.lower()} BEFORE {verb} ON {name} "
-        "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;"
-        for verb in ("UPDATE", "DELETE")
+
+def _create(tables: Iterable[str]) -> str:
+    return "".join(
+        f"CREATE TABLE {name} ({_COLUMNS[name]});"
+        + "".join(
+            f"CREATE TRIGGER {name}_no_{verb.lower()} BEFORE {verb} ON {name} "
+            "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;"
+            for verb in ("UPDATE", "DELETE")
+        )
+        for name in tables
     )
-    for name, columns in _COLUMNS.items()
-) + (
+
+
+SCHEMA = _create(TABLES) + (
     "CREATE INDEX calls_by_session ON calls (session_id);"
     "CREATE INDEX rewards_by_session ON rewards (session_id);"
     "CREATE INDEX sessions_by_group ON sessions (group_id);" + NO_ORPHANS
 )
+
+
+_MIGRATIONS = {1: "ALTER TABLE rewards ADD COLUMN labels BLOB;" + NO_ORPHANS + _create(("rewinds", "voids"))}
+"""From a version to the next. Only additions: rows that are there stay as they were written."""
+
+
+def upgrade(found: int) -> str:
+    """Statements that bring a file of version `found` to SCHEMA_VERSION."""
+    return "".join(_MIGRATIONS[v] for v in range(found, SCHEMA_VERSION)) if found else SCHEMA

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areal_agent.trajectory import Batch
 from areal_agent.wire import MEDIA_TYPE, pack, unpack
 from areal_gateway import admin, leases
-from areal_gateway.leases import Group, choose
+from areal_gateway.groups import Group, choose
 from areal_gateway.records import Outcome, SealRecord
 from areal_gateway.tokens import Tokens
 

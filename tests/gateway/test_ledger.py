@@ -27,7 +27,15 @@ from areal_gateway.records import (
     floats,
     ints,
 )
-from areal_gateway.rows import call_rows, delivery_row, reward_row, seal_row, session_row
+from areal_gateway.rows import (
+    call_rows,
+    delivery_row,
+    reward_row,
+    rewind_row,
+    seal_row,
+    session_row,
+    void_row,
+)
 from areal_gateway.schema import SCHEMA_VERSION, TABLES
 
 
@@ -134,6 +142,8 @@ async def test_no_row_can_be_changed_or_removed(path: Path, table: str, sql: str
         "leases": [("INSERT INTO leases VALUES ('l', 1, 1.0, 1.0)", ())],
         "lease_groups": [("INSERT INTO lease_groups VALUES ('l', 'g')", ())],
         "lease_ends": [("INSERT INTO lease_ends VALUES ('l', 'ack', 1.0)", ())],
+        "rewinds": [rewind_row(1, 1.0)],
+        "voids": [void_row("g", "why", 1.0)],
     }
     await ledger.append(*fill[table])
     with sqlite3.connect(path) as db, pytest.raises(sqlite3.IntegrityError, match="append-only"):

@@ -15,7 +15,7 @@ from processes import alive
 from standin_gateway import shared_client
 
 from areal_agent.agents import AgentRunner, Command
-from areal_agent.dataset import load
+from areal_agent.dataset import load, passes
 from areal_agent.episode import SEAL_SLACK_S
 from areal_agent.errors import AgentError, ConfigError, GatewayError, RewardError
 from areal_agent.rewards.runner import THREADS
@@ -64,6 +64,21 @@ async def test_a_run_trains_every_batch_within_eta_and_admits_no_group_in_vain(c
     assert len(standin.groups()) == 12
     assert standin.most_open_groups <= (eta + 1) * 2
     assert all(len(members) == 3 for members in standin.groups().values())
+
+
+async def test_a_resumed_run_runs_again_only_the_groups_that_were_abandoned(controller):
+    """Numbers give a group its task and its seeds, so what runs again is what would have run."""
+    c = controller(agent, one, rollout=SMALL, trainer={"steps": 3})
+    c.resume({"0-a": "consumed", "1-b": "void", "2-c": "abandoned", "3-d": "ready", "4-e": "consumed"})
+    assert (c.admission.accepted, c.admission.room) == (3, 1)
+    c.see_version(2)
+    await c.train(ITEMS)
+    order = list(itertools.islice(passes(ITEMS, 0), 7))
+    assert {g.group_id.split("-")[0]: g.item for g in c.groups} == {
+        "2": order[2],
+        "5": order[5],
+        "6": order[6],
+    }
 
 
 async def test_a_group_whose_agents_fail_completes_with_missing_rewards(controller, standin, caplog):

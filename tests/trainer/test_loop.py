@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -220,17 +220,23 @@ def test_nothing_is_gathered_when_other_ranks_may_be_gone(
 ) -> None:
     from areal_trainers.checkpoint import Checkpoints
 
+    class Written:
+        """A state of which nothing is left to be written; saving would fail."""
+
+        def wait(self) -> None:
+            pass
+
     lm: Any = None  # touching it would fail
-    kept = Checkpoints(lm, tmp_path, tmp_path, 0, write=True)
-    kept.rescue(together=True)
+    kept = Checkpoints(lm, cast(Any, Written()), tmp_path, tmp_path, 0, 2, write=True)
+    kept.rescue({}, together=True)
     assert not capsys.readouterr().out  # no step was taken, so nothing is lost
     with kept.changing(1):
         pass
-    kept.rescue(together=False)
+    kept.rescue({}, together=False)
     assert "the other ranks may not be there" in capsys.readouterr().out
     with pytest.raises(RuntimeError), kept.changing(2):
         raise RuntimeError
-    kept.rescue(together=True)
+    kept.rescue({}, together=True)
     assert "within an optimiser step" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,9 @@ class MiniGateway:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.acked: list[str] = []
         self.nacked: list[str] = []
+        self.given: list[tuple[int, Batch]] = []
+        self.again: list[Batch] = []
+        self.sampled = 0
         self.update: dict[str, Any] | None = None
         self.receiver: Any = None
         self.joined: tuple[Any, ...] | None = None
@@ -182,6 +186,8 @@ class MiniGateway:
             "trajectories/lease": self.lease,
             "trajectories/ack": self.ack,
             "trajectories/nack": self.nack,
+            "trajectories/renew": self.renew,
+            "trajectories/rewind": self.rewind,
             "weights/begin": self.begin,
             "weights/commit": self.commit,
             "weights/abort": self.abort,
@@ -207,7 +213,20 @@ class MiniGateway:
             await asyncio.sleep(min(body["wait_s"], 0.1 if self.needs_weights else 10))
             return web.Response(status=204)
         self.leases += 1
-        return web.Response(body=wire.pack(self.batch(f"lease-{self.leases}")), content_type=wire.MEDIA_TYPE)
+        name = f"lease-{self.leases}"
+        batch = replace(self.again.pop(0), lease_id=name) if self.again else self.batch(name)
+        self.given.append((self.version, batch))
+        return web.Response(body=wire.pack(batch), content_type=wire.MEDIA_TYPE)
+
+    async def renew(self, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({})
+
+    async def rewind(self, body: dict[str, Any]) -> web.StreamResponse:
+        """What tests/gateway/test_rewind.py holds the real gateway to."""
+        lost = [b for v, b in self.given if v >= body["version"]]
+        self.given = [(v, b) for v, b in self.given if v < body["version"]]
+        self.again = lost + self.again
+        return web.json_response({"version": body["version"], "batches": len(self.again)})
 
     async def ack(self, body: dict[str, Any]) -> web.StreamResponse:
         self.acked.append(body["lease_id"])
@@ -225,6 +244,9 @@ class MiniGateway:
 
     def batch(self, lease_id: str) -> Batch:
         """Reward: share of even tokens in the reply. Prompts have several lengths; one session is missing."""
+        # The n-th batch is a function of n and the weights, as an engine's is with fixed seeds.
+        self.sampled += 1
+        torch.manual_seed(self.sampled)
         sequences = []
         v = self.version
         older = max(0, v - 1) if self.stale else v
@@ -281,7 +303,10 @@ class MiniGateway:
     async def begin(self, body: dict[str, Any]) -> web.StreamResponse:
         from areal_gateway.worker_extension import WeightReceiver
 
-        if self.update is not None or body["version"] != self.version + (not self.needs_weights):
+        follows = body["force"] or body["version"] == self.version + (not self.needs_weights)
+        if body["force"] and self.update is not None:  # its trainer was killed; the real one has a deadline
+            self.drop()
+        if self.update is not None or not follows:
             return self._error(409, "weights_conflict", f"version {body['version']} after {self.version}")
         self.receiver = self.receiver or WeightReceiver(worker_rank=0)
         group = tuple(body["store"].values())

@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from areal_agent.rundir import version_of
 from areal_trainers.buckets import whole
+from areal_trainers.state import TrainingState
 
 MODEL_FILES = ("config.json", "generation_config.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 """What an export writes itself or must not carry over; every other file of the source is copied."""
 
-KEEP = 2
-"""Checkpoints of a run that are kept: the last, and one more in case a reader is at it."""
-
 
 class Checkpoints:
-    """A run's folders `step-N`, the last KEEP of them; `latest` links to the last. Made on every rank.
+    """A run's checkpoints: Hugging Face folders `step-N`, with `latest`, and beside them training states.
+
+    Made, and each method called, on every rank.
 
     Args:
-        folder: that they go to.
+        state: what a resumed run loads; written in the background.
+        folder: that the Hugging Face folders go to.
         source: model folder the policy started from.
         every: versions between them; 0: none before the end.
+        keep: newest ones kept, of both kinds.
         write: whether this rank (rank 0) writes.
+        version: of the policy as it is now.
     """
 
-    def __init__(self, lm: PreTrainedModel, folder: Path, source: Path, every: int, *, write: bool) -> None:
-        self._lm, self._folder, self._source, self._every, self._write = lm, folder, source, every, write
-        self._version: int | None = 0
-        self._kept: list[Path] = []
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        state: TrainingState,
+        folder: Path,
+        source: Path,
+        every: int,
+        keep: int,
+        *,
+        write: bool,
+        version: int = 0,
+    ) -> None:
+        self._lm, self._state, self._folder, self._source = lm, state, folder, source
+        self._every, self._keep, self._write = every, keep, write
+        self._version: int | None = version
+        self._start = version
+        self._kept = sorted(folder.glob("step-*"), key=version_of)
+        self._kept = [f for f in self._kept if version_of(f) <= version]
+        """Those a resumed run had after its state are made again."""
 
     @property
     def last(self) -> Path | None:
@@ -48,45 +68,60 @@ class Checkpoints:
         yield
         self._version = version
 
-    def step(self) -> None:
-        """After a version went live: save it when it is its turn. A collective."""
+    def step(self, extra: Mapping[str, Any]) -> None:
+        """After a version went live and its batch was acked: save it when it is its turn."""
         if self._every and self._version and self._version % self._every == 0:
-            self.save()
+            self.save(extra)
 
-    def save(self) -> None:
-        """Save the policy as it is, unless that is done. A collective."""
-        folder = self._folder / f"step-{self._version:06d}"
-        if folder == self.last:
+    def save(self, extra: Mapping[str, Any] | None) -> None:
+        """Save the policy as it is, unless that is done; without `extra`, no state to resume from."""
+        if self._saved:
             return
-        export(self._lm, folder, self._source, write=self._write)
+        assert self._version is not None
+        if extra is not None:
+            self._state.save(self._version, extra)
+        folder = export(self._lm, self._named, self._source, write=self._write)
         self._kept.append(folder)
         if self._write:
             point_latest(folder)
-            for old in self._kept[:-KEEP]:
+            for old in self._kept[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        del self._kept[:-KEEP]
+        del self._kept[: -self._keep]
 
-    def rescue(self, *, together: bool) -> None:
+    def finish(self, extra: Mapping[str, Any]) -> None:
+        """Save the last version, and wait until everything is on disk."""
+        self.save(extra)
+        self._state.wait()
+
+    def rescue(self, extra: Mapping[str, Any] | None, *, together: bool) -> None:
         """Save what an error or a signal would lose. Never raises.
 
         together: every rank is known to call this; else nothing is gathered, for it could wait forever.
         """
-        if self._version == 0 or (self.last and self.last.name == f"step-{self._version or 0:06d}"):
-            return
         why = None
         if self._version is None:
             why = "training broke off within an optimiser step"
-        elif not together:
+        elif not self._saved and self._version != self._start and not together:
             why = "the other ranks may not be there to give their shards"
-        else:
+        elif together:
             try:
-                self.save()
+                if self._version != self._start:
+                    self.save(extra)
+                self._state.wait()
             except Exception as e:  # the error that ended training is the one to report
                 why = f"{type(e).__name__}: {e}"
         if why and self._write:
             print(
                 f"areal_trainers: no checkpoint of the last step: {why}; the last is {self.last}", flush=True
             )
+
+    @property
+    def _named(self) -> Path:
+        return self._folder / f"step-{self._version:06d}"
+
+    @property
+    def _saved(self) -> bool:
+        return self._version is not None and self.last == self._named
 
 
 def gathered(lm: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

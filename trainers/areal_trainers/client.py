@@ -19,6 +19,9 @@ ANSWER_S = 15.0
 POLL_S = 10.0
 """Longest one lease request is held open; between two of them ranks exchange signs of life."""
 
+REWIND_S = 120.0
+"""The gateway reads its whole list of leases."""
+
 PROBE_S = 60.0
 """Engines answer a probe between the calls they are at; the gateway's own deadline is shorter."""
 
@@ -72,6 +75,15 @@ class TrainerClient:
     def nack(self, lease_id: str) -> None:
         """Give the lease back at once."""
         self._post("/admin/trajectories/nack", {"lease_id": lease_id}, ANSWER_S)
+
+    def renew(self, lease_id: str, lease_s: float) -> None:
+        """Hold the lease for `lease_s` from now. Raises GatewayError (409) when it has ended."""
+        self._post("/admin/trajectories/renew", {"lease_id": lease_id, "lease_s": lease_s}, ANSWER_S)
+
+    def rewind(self, version: int) -> int:
+        """Have the batches leased at `version` or later given out again; how many there are."""
+        body = {"version": version}
+        return int(self._json(self._post("/admin/trajectories/rewind", body, REWIND_S))["batches"])
 
     def metrics(self, step: int, numbers: dict[str, float]) -> None:
         self._post("/admin/metrics", {"step": step, **numbers}, ANSWER_S)

@@ -1,4 +1,4 @@
-"""`python -m areal_trainers.main --run-dir DIR`, one process per rank, started by torchrun.
+"""`python -m areal_trainers.main --run-dir DIR [--resume]`, one process per rank, started by torchrun.
 
 Reads RUN_DIR/config.json and the environment (AREAL_GATEWAY_URL, AREAL_ADMIN_KEY). Ends with code 0, or
 with one sentence on stderr and code 1; on SIGTERM it gives its lease back and ends with code 143.
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, TrainerError, WeightUpdateError
-from areal_agent.rundir import RunDir
+from areal_agent.rundir import RunDir, newest_state
 from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.client import TrainerClient
 from areal_trainers.clock import Clock
@@ -30,6 +30,7 @@ from areal_trainers.probe import Probe
 from areal_trainers.ranks import Ranks, join_ranks
 from areal_trainers.records import Records
 from areal_trainers.source import BatchSource
+from areal_trainers.state import TrainingState
 from areal_trainers.trainer import train
 from areal_trainers.weights_sender import WeightsSender, wire_dtype
 
@@ -46,7 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m areal_trainers.main", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--run-dir", required=True, type=Path, help="folder that holds config.json")
-    run = RunDir(parser.parse_args(argv).run_dir)
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest training state in RUN_DIR/state"
+    )
+    given = parser.parse_args(argv)
+    run = RunDir(given.run_dir)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _terminate)
     transformers_logging.disable_progress_bar()
@@ -54,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         config = run.read_config()
         platform = get_platform(config.trainer.platform)
         with join_ranks(platform, config.trainer.sequence_parallel) as ranks:
-            run_training(config, run, platform, ranks, gateway_address(run, os.environ))
+            run_training(config, run, platform, ranks, gateway_address(run, os.environ), given.resume)
     except ArealError as e:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"areal_trainers: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
@@ -65,10 +70,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_training(
-    config: RunConfig, run: RunDir, platform: Platform, ranks: Ranks, address: tuple[str, str]
+    config: RunConfig,
+    run: RunDir,
+    platform: Platform,
+    ranks: Ranks,
+    address: tuple[str, str],
+    resume: bool = False,
 ) -> None:
-    """Build the parts, train, and write the checkpoints and trainer.json."""
+    """Build the parts, train, and write the checkpoints and trainer.json.
+
+    Raises ConfigError when the run has a training state and `resume` is not set: it would be overwritten.
+    """
     check(config)
+    if not resume and (newest := newest_state(run.state_path)):
+        raise ConfigError(
+            f"this run has a training state, {newest}; give --resume to go on from it, or start another run"
+        )
     torch.manual_seed(config.trainer.seed)
     t = config.trainer
     clock = Clock(platform.synchronize)
@@ -78,6 +95,7 @@ def run_training(
     error: str | None = None
     together = True
     checkpoints: Checkpoints | None = None
+    state: TrainingState | None = None
     sender: WeightsSender | None = None
     try:
         lm = load_causal_lm(config.model)
@@ -96,6 +114,9 @@ def run_training(
             eps=t.adam_eps,
             weight_decay=t.weight_decay,
             warmup_steps=t.warmup_steps,
+            schedule=t.schedule,
+            total_steps=t.steps * t.minibatches,
+            min_lr_ratio=t.min_lr_ratio,
             grad_clip=t.grad_clip,
         )
         weights = config.weights.model_copy(
@@ -104,22 +125,58 @@ def run_training(
         sender = WeightsSender(lm, client, ranks, platform, weights, wire_dtype(weights, config.fleet), clock)
         learner = Learner(policy, optimizer, ranks, t, clock)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)
-        folder = run.path / "checkpoints"
-        checkpoints = Checkpoints(lm, folder, Path(config.model), t.checkpoint_every, write=ranks.first)
-        train(config, learner, source, sender, probe, records, checkpoints, clock)
-        checkpoints.save()
+        state = TrainingState(
+            {"policy": (lm, optimizer)}, ranks, platform, run.state_path, t.keep_checkpoints
+        )
+        version = start(state, records) if resume else 0
+        checkpoints = Checkpoints(
+            lm,
+            state,
+            run.path / "checkpoints",
+            Path(config.model),
+            t.checkpoint_every,
+            t.keep_checkpoints,
+            write=ranks.first,
+            version=version,
+        )
+        train(
+            config,
+            learner,
+            source,
+            sender,
+            probe,
+            records,
+            checkpoints,
+            clock,
+            version if resume else None,
+        )
+        checkpoints.finish(records.totals)
     except BaseException as e:
         error, together = _sentence(e), ranks.size == 1 or isinstance(e, RAISED_TOGETHER)
         raise
     finally:
+        # A batch that is trained but not acked is in the weights and will be leased again: a run that went on
+        # from such a state would train it twice.
+        extra = None if source.lease_id is not None else records.totals
         source.give_back()
         if sender is not None:
             sender.close()
         if checkpoints is not None and error is not None:
-            checkpoints.rescue(together=together)
+            checkpoints.rescue(extra, together=together)
+        if state is not None:
+            state.close()
         records.finish(checkpoints.last if checkpoints is not None else None, error)
         if client is not None:
             client.close()
+
+
+def start(state: TrainingState, records: Records) -> int:
+    """Load the newest state; the version it holds, 0 (the model itself) when there is none."""
+    progress = state.load()
+    if progress is None:
+        return 0
+    records.resume(progress["extra"])
+    return progress["version"]
 
 
 def _sentence(e: BaseException) -> str:

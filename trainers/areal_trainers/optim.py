@@ -1,20 +1,33 @@
-"""AdamW on float32 shards: linear warm-up, global-norm clipping, and no step on a non-finite gradient."""
+"""AdamW on float32 shards: a schedule, global-norm clipping, and no step on a non-finite gradient.
+
+Invariant: parameters and moments are float32 whatever the compute dtype. In bfloat16 an update smaller than
+1/256 of a weight is lost, and learning stops there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda part: 1.0,
+    "linear": lambda part: 1.0 - part,
+    "cosine": lambda part: 0.5 * (1.0 + math.cos(math.pi * part)),
+}
+"""Schedule -> height between the lowest rate (0) and the peak (1), at a part in [0, 1] of the way."""
 
 
 class Optimizer:
     """AdamW over sharded parameters.
 
     Args:
-        learning_rate: peak, reached after `warmup_steps` linear steps and held.
+        learning_rate: peak, reached after `warmup_steps` linear steps.
+        schedule: what follows: `constant` holds it; `linear` and `cosine` lower it to `min_lr_ratio` of the
+            peak at step `total_steps`, and hold that.
         grad_clip: largest global gradient norm; gradients are scaled down to it.
     """
 
@@ -27,10 +40,14 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
+        schedule: str = "constant",
+        total_steps: int = 0,
+        min_lr_ratio: float = 0.0,
         grad_clip: float = 1.0,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.peak, self.warmup_steps, self.grad_clip = learning_rate, warmup_steps, grad_clip
+        self._shape, self.total_steps, self.min_lr_ratio = SHAPES[schedule], total_steps, min_lr_ratio
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True
         )
@@ -39,7 +56,20 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Rate of the next step."""
-        return self.peak * min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps else self.peak
+        if self.steps < self.warmup_steps:
+            return self.peak * (self.steps + 1) / self.warmup_steps
+        length = self.total_steps - self.warmup_steps
+        part = min(1.0, (self.steps - self.warmup_steps) / length) if length > 0 else 0.0
+        return self.peak * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * self._shape(part))
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """AdamW's own tensors of a parameter, as it will use them: step [], exp_avg and exp_avg_sq [shape]."""
+        state = self.adamw.state[parameter]
+        if not state:  # before the first step AdamW has none; these are what it would begin with
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+        return {name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}
 
     def step(self) -> float:
         """Clip, step, clear the gradients; returns the global norm before clipping (all ranks agree).

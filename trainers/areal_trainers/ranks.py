@@ -37,6 +37,8 @@ class Ranks:
     mesh: DeviceMesh
     sequence: SequenceGroup | None = None
     data: dist.ProcessGroup | None = None
+    wide: torch.dtype = torch.float64
+    """The widest float that the platform's collectives add in."""
 
     @property
     def data_size(self) -> int:
@@ -51,8 +53,8 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over data ranks (float64 where the device has it): what ranks of one sequence
-        group all computed counts once."""
+        """Element-wise sum over data ranks (in `wide`): what ranks of one sequence group all computed counts
+        once."""
         return self._reduce(values, dist.ReduceOp.SUM, self.data)
 
     def max(self, values: list[float]) -> list[float]:
@@ -64,13 +66,12 @@ class Ranks:
     ) -> list[float]:
         if self.size == 1:
             return values
-        wide = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
-        tensor = torch.tensor(values, dtype=wide, device=self.device)
+        tensor = torch.tensor(values, dtype=self.wide, device=self.device)
         dist.all_reduce(tensor, op, group)
         return tensor.tolist()
 
     def sum_array(self, values: np.ndarray) -> np.ndarray:
-        """Element-wise sum of float64 arrays over data ranks (float32 where the device has no float64)."""
+        """Element-wise sum of float64 arrays over data ranks (added in `wide`)."""
         return np.asarray(self.sum(values.tolist())) if self.size > 1 else values
 
     def broadcast_bytes(self, blob: bytes | None) -> bytes:
@@ -115,7 +116,7 @@ def join_ranks(platform: Platform, sequence_parallel: int = 1) -> Iterator[Ranks
 def _ranks(platform: Platform, rank: int, size: int, device: torch.device, sequence_parallel: int) -> Ranks:
     mesh = init_device_mesh(platform.name, (size,), mesh_dim_names=("fsdp",))
     if sequence_parallel == 1:
-        return Ranks(rank, size, device, mesh)
+        return Ranks(rank, size, device, mesh, wide=platform.widest_float)
     if size % sequence_parallel:
         raise ConfigError(
             f"trainer.sequence_parallel = {sequence_parallel} does not divide the {size} trainer ranks; "
@@ -125,4 +126,4 @@ def _ranks(platform: Platform, rank: int, size: int, device: torch.device, seque
         platform.name, (size // sequence_parallel, sequence_parallel), mesh_dim_names=("data", "sequence")
     )
     sequence = SequenceGroup(grid.get_group("sequence"), rank % sequence_parallel, sequence_parallel)
-    return Ranks(rank, size, device, mesh, sequence, grid.get_group("data"))
+    return Ranks(rank, size, device, mesh, sequence, grid.get_group("data"), platform.widest_float)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class Records:
             "skipped_steps": 0,
             "checkpoint": None,
         }
+
+    def resume(self, totals: Mapping[str, Any]) -> None:
+        """Count on from where the checkpoint was taken."""
+        self.totals |= totals
 
     def step(self, version: int, numbers: dict[str, float]) -> None:
         """One batch's numbers, under the version it made."""

@@ -1,4 +1,7 @@
-"""Leased batches, the same on every rank. At most one lease is held, and it is acked or given back."""
+"""Leased batches, the same on every rank.
+
+Invariant: at most one lease is held; it is renewed while it is held, and acked or given back.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from areal_agent.config import RunConfig
 from areal_agent.errors import GatewayError, TrainerError, WeightUpdateError
 from areal_agent.trajectory import Batch
 from areal_trainers.client import POLL_S, TrainerClient
+from areal_trainers.heartbeat import Heartbeat
 from areal_trainers.ranks import Ranks
 
 
@@ -23,6 +27,15 @@ class BatchSource:
     def __init__(self, client: TrainerClient | None, ranks: Ranks, config: RunConfig) -> None:
         self._client, self._ranks, self._config = client, ranks, config
         self.lease_id: str | None = None
+        self._heartbeat: Heartbeat | None = None
+
+    def rewind(self, version: int) -> None:
+        """The trainer stands at `version`: what was leased since comes again, in the same order."""
+        if self._client is not None and (batches := self._client.rewind(version)):
+            print(
+                f"areal_trainers: {batches} batches were leased at version {version} or later; they are trained again",
+                flush=True,
+            )
 
     def next(self, version: int, repush: Callable[[int], object]) -> Batch:
         """Wait for the next batch. Raises TrainerError when none came within `trainer.wait_s`.
@@ -45,6 +58,8 @@ class BatchSource:
                 self._push_again(version, repush)
         batch = wire.unpack(blob)
         self.lease_id = batch.lease_id
+        if self._client is not None:
+            self._heartbeat = Heartbeat(self._client, batch.lease_id, self._config.trainer.lease_s)
         return batch
 
     def _poll(self, end: float) -> bytes | None:
@@ -75,7 +90,7 @@ class BatchSource:
 
     def ack(self) -> None:
         """The batch was trained and its version committed."""
-        lease_id, self.lease_id = self.lease_id, None
+        lease_id = self._release()
         if self._client is None or lease_id is None:
             return
         try:
@@ -83,8 +98,9 @@ class BatchSource:
         except GatewayError as e:
             if e.status == 409:
                 raise GatewayError(  # no TrainerError: those are raised by every rank together
-                    f"lease {lease_id} expired before it was acked, so its groups would be trained twice; "
-                    f"raise trainer.lease_s (now {self._config.trainer.lease_s:g} s)",
+                    f"lease {lease_id} ended before it was acked, so its groups would be trained twice: the "
+                    f"gateway heard nothing of this trainer for trainer.lease_s = {self._config.trainer.lease_s:g} s, "
+                    "or another trainer resumed this run; `--resume` goes on from the last checkpoint",
                     status=e.status,
                     code=e.code,
                 ) from e
@@ -92,9 +108,17 @@ class BatchSource:
 
     def give_back(self) -> None:
         """Nack the lease held, if any. Best effort: an unconfirmed lease comes back by itself in the end."""
-        lease_id, self.lease_id = self.lease_id, None
+        lease_id = self._release()
         if self._client is not None and lease_id is not None:
             try:
                 self._client.nack(lease_id)
             except GatewayError as e:
                 print(f"areal_trainers: lease {lease_id} returns only when it expires: {e}", flush=True)
+
+    def _release(self) -> str | None:
+        """The lease held until now; it is renewed no more."""
+        lease_id, self.lease_id = self.lease_id, None
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop()
+        return lease_id

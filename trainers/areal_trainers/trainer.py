@@ -1,7 +1,9 @@
 """The training loop: lease, compare, re-evaluate, step, push, probe, confirm.
 
 Invariant: version v of the fleet is the policy after v batches; a batch is acked only after the version
-it made is live, so that a crash anywhere repeats it rather than losing it.
+it made is live, so that a crash anywhere repeats it rather than losing it. A resumed trainer starts at its
+checkpoint's version: it has the batches since given out again and its weights back in the engines first, and
+goes on as an uninterrupted one would, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,9 +28,16 @@ def train(
     records: Records,
     checkpoints: Checkpoints,
     clock: Clock,
+    resume: int | None = None,
 ) -> None:
-    """Train for `trainer.steps` batches. Raises an ArealError when training cannot go on."""
-    for version in range(config.trainer.steps):
+    """Train to version `trainer.steps`. Raises an ArealError when training cannot go on.
+
+    resume: the version the policy holds, when an earlier process trained it.
+    """
+    if resume is not None:
+        source.rewind(resume)
+        sender.push(resume, force=True)
+    for version in range(resume or 0, config.trainer.steps):
         with clock("lease"):
             batch = source.next(version, sender.push)
         work = prepare(
@@ -56,4 +65,4 @@ def train(
             | {"pause_s": pushed.pause_s, "weight_attempts": pushed.attempts, "engines": pushed.engines}
             | {f"{phase}_s": seconds for phase, seconds in clock.lap().items()},
         )
-        checkpoints.step()
+        checkpoints.step(records.totals)

@@ -17,6 +17,7 @@ class Platform(Protocol):
         backend: collective backend of the trainer's own ranks and of weight broadcasts.
         visible_devices_env: environment variable that restricts which devices a process sees.
         default_dtype: compute dtype that suits the hardware (master weights are float32 everywhere).
+        widest_float: widest floating-point dtype its collectives add in.
         attention: a name of attention.KERNELS, taken where it can compute in the run's dtype.
     """
 
@@ -24,6 +25,7 @@ class Platform(Protocol):
     backend: str
     visible_devices_env: str | None
     default_dtype: torch.dtype
+    widest_float: torch.dtype
     attention: str
 
     def available(self) -> bool:

@@ -18,6 +18,7 @@ class CpuPlatform:
     backend = "gloo"
     visible_devices_env: str | None = None
     default_dtype = torch.float32
+    widest_float = torch.float64
     attention = "sdpa"
 
     def available(self) -> bool:

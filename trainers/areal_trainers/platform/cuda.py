@@ -15,6 +15,7 @@ class CudaPlatform:
     backend = "nccl"
     visible_devices_env: str | None = "CUDA_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
+    widest_float = torch.float64
     attention = "flash"
 
     def available(self) -> bool:

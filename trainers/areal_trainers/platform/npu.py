@@ -20,6 +20,7 @@ class NpuPlatform:
     backend = "hccl"
     visible_devices_env: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
+    widest_float = torch.float32
     attention = "npu_fusion"
 
     @property
