@@ -6,7 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("lease", "proximal", "forward_backward", "step", "broadcast", "probe", "idle")
+PHASES = (
+    "lease",
+    "proximal",
+    "reference",
+    "values",
+    "forward_backward",
+    "step",
+    "critic",
+    "broadcast",
+    "probe",
+    "idle",
+)
 
 
 class Clock:

@@ -21,15 +21,14 @@ def token_logprobs(
     """([N] logprob of `labels`, [N] entropy), in nats, of softmax(logits / temperature).
 
     logits [N, V] any float dtype (computed in float32, or float64 as given), labels [N],
-    temperatures [N]. The entropy carries no gradient: it is a statistic.
+    temperatures [N]. Both results carry gradients.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scaled = wide / temperatures.to(wide.dtype)[:, None]
     normaliser = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, labels[:, None]).squeeze(-1) - normaliser
-    with torch.no_grad():
-        p = torch.exp(scaled - normaliser[:, None])
-        entropy = normaliser - (p * scaled).sum(-1)
+    p = torch.exp(scaled - normaliser[:, None])
+    entropy = normaliser - (p * scaled).sum(-1)
     return logprobs, entropy
 
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, TrainerError, WeightUpdateError
 from areal_agent.rundir import RunDir
+from areal_trainers.algorithm.models import load_companions
 from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.client import TrainerClient
 from areal_trainers.clock import Clock
@@ -94,7 +95,8 @@ def run_training(
         sender = WeightsSender(
             lm, client, ranks, platform, config.weights, wire_dtype(config.weights, config.fleet)
         )
-        learner = Learner(policy, optimizer, ranks, t, clock)
+        companions = load_companions(config, ranks)
+        learner = Learner(policy, optimizer, ranks, t, clock, config.algorithm, companions)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)
         folder = run.path / "checkpoints"
         checkpoints = Checkpoints(lm, folder, Path(config.model), t.checkpoint_every, write=ranks.first)
@@ -122,13 +124,15 @@ def _sentence(e: BaseException) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for settings under which recorded logprobs mean something else than ours."""
+    """Raise ConfigError for settings that cannot train: logprobs that mean something else than ours, an
+    algorithm left open."""
     s = config.sampling
     if s.top_p != 1.0 or s.top_k != 0:
         raise ConfigError(
             f"sampling.top_p = {s.top_p:g}, sampling.top_k = {s.top_k}: the engine's logprobs are then of a "
             "truncated distribution, which the trainer does not compute; train with top_p 1 and top_k 0"
         )
+    config.algorithm.check(config.rollout.max_staleness)
     if not config.model:
         raise ConfigError("`model` is not set; give the Hugging Face folder the policy starts from")
 

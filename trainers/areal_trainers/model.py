@@ -81,12 +81,19 @@ def shard(lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype = to
     """
     lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
     policy = Policy(lm)
+    fully_shard_over(policy, lm, mesh, compute_dtype)
+    return policy
+
+
+def fully_shard_over(
+    root: nn.Module, lm: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype
+) -> None:
+    """Shard `root`, which is made of `lm`: one FSDP unit per decoder layer of `lm`, and one for the rest."""
     mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     precision = MixedPrecisionPolicy() if compute_dtype == torch.float32 else mixed
     for layer in decoder_layers(lm):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+    fully_shard(root, mesh=mesh, mp_policy=precision)
 
 
 def decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:
