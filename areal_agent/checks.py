@@ -89,6 +89,7 @@ def trainable(config: RunConfig) -> None:
             f"sampling.top_p = {s.top_p:g} and sampling.top_k = {s.top_k}: replies then come from a truncated "
             "distribution, whose logprobs the trainer does not compute; train with top_p 1 and top_k 0"
         )
+    config.algorithm.check(config.rollout.max_staleness)
 
 
 def before_start(config: RunConfig, *, trainer: bool) -> None:

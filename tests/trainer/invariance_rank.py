@@ -1,4 +1,4 @@
-"""One rank of the invariance test: the gradient of a fixed batch under each split, written by rank 0.
+"""One rank of the invariance test: gradients of a fixed batch under every recipe and split, written by rank 0.
 
 torchrun --nproc-per-node 2 invariance_rank.py MODEL FOLDER
 """
@@ -6,14 +6,20 @@ torchrun --nproc-per-node 2 invariance_rank.py MODEL FOLDER
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from trainer_kit import VOCAB
 
-from areal_agent.config import TrainerConfig
+from areal_agent.config import AlgorithmConfig, TrainerConfig
+from areal_agent.recipes import RECIPES, RecipeName
+from areal_agent.trajectory import Batch, Sequence
+from areal_trainers.algorithm.critic import Critic, shard_values
+from areal_trainers.algorithm.experience import complete
+from areal_trainers.algorithm.models import Companions
+from areal_trainers.batch import prepare
 from areal_trainers.checkpoint import gathered
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
@@ -23,29 +29,33 @@ from areal_trainers.packing import Item
 from areal_trainers.platform import get_platform
 from areal_trainers.ranks import Ranks, join_ranks
 
+VERSION = 3
 
-def fixed_items(seed: int = 0) -> list[Item]:
-    """Ragged sequences, partly masked, some with advantage 0, far enough off-policy that clips act."""
+
+def fixed_batch(seed: int = 0) -> Batch:
+    """Ragged, partly masked; sessions of one to three sequences; groups of equal rewards, missing rewards."""
     rng = np.random.default_rng(seed)
-    items = []
-    for n in rng.integers(3, 40, 13):
-        mask = rng.random(n) < 0.6
-        mask[0], mask[-1] = False, True
-        k = int(mask.sum())
-        advantage = float(rng.choice([-1.0, 0.0, 0.7]))
-        items.append(
-            Item(
-                rng.integers(0, VOCAB, n),
-                mask,
-                float(rng.choice([1.0, 0.8])),
-                {
-                    "advantage": np.full(k, advantage),
-                    "noise": rng.normal(0, 0.3, k),
-                    "drift": rng.normal(0, 0.5, k),
-                },
+    sequences = []
+    for session in range(8):
+        reward = [1.0, 0.0, None, 0.3, 0.5, 0.5, 1.0, 0.0][session]
+        for _ in range(1 + session % 3):
+            n = int(rng.integers(3, 32))
+            mask = rng.random(n) < 0.6
+            mask[0], mask[-1] = False, True
+            sequences.append(
+                Sequence(
+                    token_ids=rng.integers(0, VOCAB, n).tolist(),
+                    logprobs=[0.0] * n,
+                    versions=np.where(mask, rng.integers(0, VERSION + 1, n), -1).tolist(),
+                    loss_mask=mask.tolist(),
+                    temperature=float(rng.choice([1.0, 0.8])),
+                    reward=reward,
+                    session_id=f"s{session}",
+                    group_id=["a", "a", "a", "a", "b", "b", "c", "c"][session],
+                    task_id="t",
+                )
             )
-        )
-    return items
+    return Batch("lease", VERSION, tuple(sequences))
 
 
 @dataclass(frozen=True)
@@ -64,42 +74,100 @@ SPLITS = {
 
 
 def gradient(
-    ranks: Ranks, model: Path, items: list[Item], budget: int, *, activation_checkpointing: bool = False
+    ranks: Ranks,
+    model: Path,
+    budget: int,
+    algorithm: AlgorithmConfig | None = None,
+    *,
+    seed: int = 0,
+    order: int | None = None,
+    activation_checkpointing: bool = False,
 ) -> tuple[float, dict[str, np.ndarray], np.ndarray, float]:
-    """(loss, gradients by name, stats, entropy) in float64."""
+    """(loss, gradients by name, the critic's included, stats, entropy) in float64.
+
+    The batch is far enough off-policy that clips, bounds and masks act. order: seed of a permutation.
+    """
+    algorithm = algorithm or AlgorithmConfig()
     lm = load_causal_lm(model).double()
     policy = shard(lm, ranks.mesh, sequence=ranks.sequence, activation_checkpointing=activation_checkpointing)
     config = TrainerConfig(microbatch_tokens=budget)
-    learner = Learner(policy, Optimizer(policy.parameters(), learning_rate=1.0), ranks, config, Clock())
-    logprobs, entropy = learner.logprobs(items)
-    ready = [
-        Item(i.token_ids, i.loss_mask, i.temperature, {**i.columns, "proximal": p + i.columns["noise"]})
-        for i, p in zip(items, logprobs, strict=True)
+    companions = Companions(critic=_critic(ranks, model, algorithm, budget, activation_checkpointing))
+    optimizer = Optimizer(policy.parameters(), learning_rate=1.0)
+    learner = Learner(policy, optimizer, ranks, config, Clock(), algorithm, companions)
+    work = prepare(
+        fixed_batch(seed), version=VERSION, max_staleness=9, dynamic_sampling=algorithm.dynamic_sampling
+    )
+    logprobs, entropy = learner.logprobs(work.items)
+    rng = np.random.default_rng(seed + 1)
+
+    def off(columns: list[np.ndarray], scale: float) -> list[np.ndarray]:
+        return [c + rng.normal(0, scale, len(c)) for c in columns]
+
+    proximal, reference = off(logprobs, 0.3), off(logprobs, 0.3)
+    items = [
+        replace(i, columns={**i.columns, "behaviour": b})
+        for i, b in zip(work.items, off(proximal, 0.5), strict=True)
     ]
-    for item in ready:
-        item.columns["behaviour"] = item.columns["proximal"] + item.columns["drift"]  # type: ignore[index]
+    values = companions.critic.values(items) if companions.critic else None
+    ready: list[Item] = list(
+        complete(
+            replace(work, items=tuple(items)),
+            algorithm,
+            proximal=proximal,
+            reference=reference if algorithm.needs_reference else None,
+            values=off(values, 0.3) if values else None,
+        ).items
+    )
+    if order is not None:
+        ready = [ready[i] for i in np.random.default_rng(order).permutation(len(ready))]
     loss, stats, _ = learner.gradient(ready)
-    grads = {
-        name: p.grad.full_tensor().numpy()  # type: ignore[union-attr]
-        for name, p in lm.named_parameters()
-    }
+    grads = {name: p.grad.full_tensor().numpy() for name, p in lm.named_parameters()}  # type: ignore[union-attr]
+    if companions.critic is not None:
+        value_loss, clipped = companions.critic.gradient(ready)
+        stats = np.append(stats, [value_loss, clipped])
+        for name, p in companions.critic.model.named_parameters():
+            grads[f"critic.{name}"] = p.grad.full_tensor().numpy()  # type: ignore[union-attr]
     return loss, grads, stats, entropy
+
+
+def _critic(
+    ranks: Ranks, model: Path, algorithm: AlgorithmConfig, budget: int, activation_checkpointing: bool
+) -> Critic | None:
+    """With a head that is not 0, or no gradient would reach its backbone."""
+    if not algorithm.needs_critic:
+        return None
+    values = shard_values(
+        load_causal_lm(model).double(),
+        ranks.mesh,
+        torch.float32,
+        sequence=ranks.sequence,
+        activation_checkpointing=activation_checkpointing,
+    )
+    with torch.no_grad():
+        values.head.weight.fill_(0.3)
+    return Critic(values, Optimizer(values.parameters(), learning_rate=1.0), ranks, algorithm, budget)
+
+
+def recipe(name: RecipeName) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"recipe": name})
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, platform = Path(sys.argv[1]), get_platform("cpu")
     with join_ranks(platform):
-        for name, split in SPLITS.items():
+        for split_name, split in SPLITS.items():
             with join_ranks(platform, split.sequence_parallel) as ranks:
-                loss, grads, stats, entropy = gradient(
-                    ranks,
-                    folder,
-                    fixed_items(),
-                    64,
-                    activation_checkpointing=split.activation_checkpointing,
-                )
-            assert [n for n, _ in gathered(load_causal_lm(folder))] == list(grads)
-            if ranks.first:
-                out = Path(sys.argv[2]) / f"{name}.npz"
-                np.savez(out, loss=loss, stats=stats, entropy=entropy, **grads)  # type: ignore[arg-type]
+                for name in RECIPES:
+                    loss, grads, stats, entropy = gradient(
+                        ranks,
+                        folder,
+                        64,
+                        recipe(name),
+                        activation_checkpointing=split.activation_checkpointing,
+                    )
+                    names = [n for n, _ in gathered(load_causal_lm(folder))]
+                    assert names == [n for n in grads if not n.startswith("critic.")]
+                    if ranks.first:
+                        out = Path(sys.argv[2]) / f"{split_name}, {name}.npz"
+                        np.savez(out, loss=loss, stats=stats, entropy=entropy, **grads)  # type: ignore[arg-type]

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_trainers.advantages import EPSILON, group_advantages
+from areal_trainers.algorithm.advantages import group_advantages
+from areal_trainers.algorithm.rewards import EPSILON
 
 
-def of(*rewards: float | None, normalise: bool = True) -> list[float | None]:
+def of(*rewards: float | None, deviation: bool = True) -> list[float | None]:
     sessions = {str(i): r for i, r in enumerate(rewards)}
-    got = group_advantages(sessions, dict.fromkeys(sessions, "g"), normalise=normalise)
+    got = group_advantages(sessions, dict.fromkeys(sessions, "g"), deviation=deviation)
     return [got.get(s) for s in sessions]
 
 
@@ -36,7 +37,7 @@ def test_a_singleton_has_nothing_to_be_compared_with() -> None:
 
 
 def test_without_the_deviation_only_centred() -> None:
-    assert of(3, 1, normalise=False) == pytest.approx([1, -1])
+    assert of(3, 1, deviation=False) == pytest.approx([1, -1])
 
 
 @given(

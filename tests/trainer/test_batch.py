@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_agent.config import AlgorithmConfig
 from areal_agent.errors import TrainerError
 from areal_agent.trajectory import Batch, Sequence
-from areal_trainers.batch import check_gap, prepare
+from areal_trainers.algorithm.experience import complete
+from areal_trainers.batch import TrainBatch, check_gap, prepare
 
 
 def seq(session: str, group: str = "g", reward: float | None = 0.0, **over: Any) -> Sequence:
@@ -28,9 +30,15 @@ def work(*sequences: Sequence, **kw: Any):
     return prepare(Batch("lease-7", 4, sequences), **(versions | kw))
 
 
+def advantages(w: TrainBatch) -> list[float]:
+    """First advantage of each item."""
+    items = complete(w, AlgorithmConfig(), proximal=[i.columns["behaviour"] for i in w.items]).items
+    return [float(i.columns["advantage"][0]) for i in items]
+
+
 def test_every_branch_of_a_session_has_the_sessions_advantage() -> None:
     w = work(seq("a", reward=1.0), seq("a", reward=1.0), seq("a", reward=1.0), seq("b"))
-    assert [float(i.columns["advantage"][0]) for i in w.items] == pytest.approx([1, 1, 1, -1], abs=1e-5)
+    assert advantages(w) == pytest.approx([1, 1, 1, -1], abs=1e-5)
     assert w.metrics["reward_mean"] == 0.5  # over sessions, not sequences
 
 
@@ -44,7 +52,7 @@ def test_a_session_that_sampled_nothing_still_counts_in_its_group() -> None:
     silent = seq("b", loss_mask=[False] * 4)
     w = work(seq("a", reward=1.0), silent)
     assert w.sources == (0,)
-    assert float(w.items[0].columns["advantage"][0]) == pytest.approx(1.0, abs=1e-5)
+    assert advantages(w) == pytest.approx([1.0], abs=1e-5)
 
 
 def test_columns_are_of_the_predicted_tokens() -> None:
@@ -71,6 +79,25 @@ def test_a_batch_that_trains_nothing_is_refused() -> None:
 def test_groups_without_any_advantage_are_counted() -> None:
     w = work(seq("a", "x", 1.0), seq("b", "x", 1.0), seq("c", "y", 1.0), seq("d", "y", 0.0))
     assert w.metrics["groups_zero_advantage"] == 0.5
+
+
+def test_dynamic_sampling_leaves_groups_of_equal_rewards_out() -> None:
+    pairs = [("a", "x", 1.0), ("b", "x", 1.0), ("c", "y", 1.0), ("d", "y", 0.0), ("e", "z", 0.5)]
+    w = work(*(seq(*p) for p in pairs), dynamic_sampling=True)
+    assert w.sources == (2, 3)  # a singleton is a group of equal rewards too
+    assert w.metrics["groups_dropped"] == 2
+    assert w.metrics["reward_mean"] == 0.7  # of what was sampled, not of what is trained
+
+
+def test_dynamic_sampling_that_leaves_nothing_is_a_step_without_items() -> None:
+    w = work(seq("a", reward=1.0), seq("b", reward=1.0), dynamic_sampling=True)
+    assert w.items == ()
+    assert complete(w, AlgorithmConfig(), proximal=[]).items == ()
+    assert check_gap(w, [], 0.01).tokens == 0
+
+
+def test_without_logprobs_of_its_own_the_trainer_compares_nothing() -> None:
+    assert check_gap(work(seq("a", reward=1.0), seq("b")), None, 0.01).tokens == 0
 
 
 def test_the_gap_is_taken_on_tokens_of_the_trainers_version_only() -> None:

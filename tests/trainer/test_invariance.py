@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from invariance_rank import SPLITS, fixed_items, gradient
+from invariance_rank import SPLITS, gradient, recipe
 from trainer_kit import make_model
 
+from areal_agent.config import AlgorithmConfig
+from areal_agent.recipes import RECIPES, RecipeName
 from areal_trainers.platform import get_platform
 from areal_trainers.ranks import Ranks, join_ranks
 
@@ -43,9 +45,8 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray], tolerance: float = 
 
 @pytest.mark.parametrize("budget", [1, 40, 100])
 def test_micro_batch_budget(ranks: Ranks, model: Path, budget: int) -> None:
-    items = fixed_items()
-    whole = gradient(ranks, model, items, 10**6)
-    cut = gradient(ranks, model, items, budget)
+    whole = gradient(ranks, model, 10**6)
+    cut = gradient(ranks, model, budget)
     assert cut[0] == pytest.approx(whole[0], abs=1e-9)
     np.testing.assert_allclose(cut[2], whole[2], atol=1e-9)
     assert cut[3] == pytest.approx(whole[3], abs=1e-9)
@@ -54,30 +55,46 @@ def test_micro_batch_budget(ranks: Ranks, model: Path, budget: int) -> None:
     assert whole[2][3] > 0  # the truncation
 
 
-def test_packing_order(ranks: Ranks, model: Path) -> None:
-    items = fixed_items()
-    a = gradient(ranks, model, items, 100)
-    b = gradient(ranks, model, [items[i] for i in np.random.default_rng(1).permutation(len(items))], 100)
-    assert b[0] == pytest.approx(a[0], abs=1e-9)
-    same(a[1], b[1])
+@pytest.mark.parametrize("name", RECIPES)
+def test_cut_and_order_do_not_show_in_any_recipe(ranks: Ranks, model: Path, name: RecipeName) -> None:
+    whole = gradient(ranks, model, 10**6, recipe(name))
+    cut = gradient(ranks, model, 50, recipe(name), order=1)
+    assert cut[0] == pytest.approx(whole[0], abs=1e-9)
+    np.testing.assert_allclose(cut[2], whole[2], atol=1e-9)
+    same(whole[1], cut[1])
+
+
+@pytest.mark.parametrize("averaging", ["sequence", "session", "constant"])
+def test_cut_does_not_show_in_an_average_with_kl_and_entropy(
+    ranks: Ranks, model: Path, averaging: str
+) -> None:
+    """Sessions are cut over micro-batches here, sequences never are."""
+    algorithm = AlgorithmConfig.model_validate(
+        {"averaging": averaging, "kl": "loss", "entropy_coefficient": 0.1, "correction_level": "sequence"}
+    )
+    whole = gradient(ranks, model, 10**6, algorithm)
+    cut = gradient(ranks, model, 30, algorithm)
+    assert cut[0] == pytest.approx(whole[0], abs=1e-9)
+    same(whole[1], cut[1])
 
 
 def test_another_batch_has_another_gradient(ranks: Ranks, model: Path) -> None:
     """The comparisons above can fail."""
     with pytest.raises(AssertionError):
-        same(gradient(ranks, model, fixed_items(), 100)[1], gradient(ranks, model, fixed_items(1), 100)[1])
+        same(gradient(ranks, model, 100)[1], gradient(ranks, model, 100, seed=1)[1])
 
 
 def test_activation_checkpointing(ranks: Ranks, model: Path) -> None:
-    a = gradient(ranks, model, fixed_items(), 100)
-    b = gradient(ranks, model, fixed_items(), 100, activation_checkpointing=True)
-    assert b[0] == a[0]
-    same(a[1], b[1])
+    for name in RECIPES:
+        a = gradient(ranks, model, 100, recipe(name))
+        b = gradient(ranks, model, 100, recipe(name), activation_checkpointing=True)
+        assert b[0] == a[0]
+        same(a[1], b[1])
 
 
 @pytest.fixture(scope="module")
 def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(model, folder with each split's results)."""
+    """(model, folder with the results of each recipe under each split)."""
     model, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
     make_model(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -94,10 +111,12 @@ def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks(ranks: Ranks, by_two_ranks: tuple[Path, Path], split: str) -> None:
+    """Every recipe: 2 ranks at a budget of 64 tokens against one micro-batch on one rank."""
     model, out = by_two_ranks
-    other = dict(np.load(out / f"{split}.npz"))
-    loss, grads, stats, entropy = gradient(ranks, model, fixed_items(), 10**6)
-    assert float(other.pop("loss")) == pytest.approx(loss, abs=1e-9)
-    assert float(other.pop("entropy")) == pytest.approx(entropy, abs=1e-9)
-    np.testing.assert_allclose(other.pop("stats"), stats, atol=1e-9)
-    same(grads, other)
+    for name in RECIPES:
+        other = dict(np.load(out / f"{split}, {name}.npz"))
+        loss, grads, stats, entropy = gradient(ranks, model, 10**6, recipe(name))
+        assert float(other.pop("loss")) == pytest.approx(loss, abs=1e-9)
+        assert float(other.pop("entropy")) == pytest.approx(entropy, abs=1e-9)
+        np.testing.assert_allclose(other.pop("stats"), stats, atol=1e-9)
+        same(grads, other)

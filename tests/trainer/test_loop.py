@@ -120,6 +120,45 @@ def test_two_ranks_train_broadcast_and_stay_exact(tmp_path: Path, model: Path) -
     assert list((run.path / "tensorboard" / "trainer").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "algorithm", "wanted"),
+    [
+        (2, {"recipe": "ppo", "correction": "truncate"}, "value_loss explained_variance value_clip_fraction"),
+        (1, {"recipe": "grpo", "correction": "mask", "proximal": "loglinear"}, "kl_reference entropy"),
+    ],
+)
+def test_a_recipe_brings_its_models_and_metrics(
+    tmp_path: Path, model: Path, ranks: int, algorithm: dict[str, Any], wanted: str
+) -> None:
+    run = make_run(tmp_path, model, ranks=ranks, steps=2)
+    config = run.read_config().model_dump(mode="json", exclude={"algorithm"})
+    run.write("config.json", config | {"algorithm": algorithm})
+    with MiniGateway(model, stale=True) as gateway:
+        process = start(run, gateway.url, ranks)
+        output = finish(process)
+    assert process.returncode == 0, output
+    assert gateway.acked == ["lease-1", "lease-2"]
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    assert {*wanted.split(), "groups_dropped", "advantage_abs_mean"} <= set(lines[1])
+    # loglinear spares the forward that compares with the engine; the probe does it after each update.
+    compared = "logprob_gap_tokens" if ranks == 2 else "probe_tokens"
+    assert lines[0][compared] > 0
+
+
+def test_asynchronous_training_without_a_chosen_correction_does_not_start(
+    tmp_path: Path, model: Path
+) -> None:
+    run = make_run(tmp_path, model)
+    config = run.read_config().model_dump(mode="json", exclude={"algorithm"})
+    run.write("config.json", config | {"algorithm": {"recipe": "gspo"}})
+    with MiniGateway(model) as gateway:
+        process = start(run, gateway.url)
+        output = finish(process)
+    assert process.returncode == 1
+    assert "Choose algorithm.correction: truncate or mask" in output
+    assert gateway.leases == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_restarted_gets_the_current_weights_again(
     tmp_path: Path, model: Path, ranks: int

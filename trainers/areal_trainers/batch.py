@@ -1,11 +1,12 @@
-"""A leased batch as the learner's items: advantages per session, staleness checked, gap checked.
+"""A leased batch as the learner's items: staleness checked, what does not train left out, gap checked.
 
-Invariant: an item exists for every sequence that carries loss and whose session has a reward; its columns
-have one value per predicted token.
+Invariant: an item exists for every sequence that carries loss and whose session has a reward (and, with
+dynamic sampling, whose group's rewards differ); its columns have one value per predicted token.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from areal_agent.errors import TrainerError
 from areal_agent.trajectory import Batch
-from areal_trainers.advantages import group_advantages
+from areal_trainers.algorithm.rewards import equal_groups
 from areal_trainers.packing import Item
 
 
@@ -23,9 +24,12 @@ class TrainBatch:
 
     Attributes:
         version: policy version of trainer and fleet.
-        items: columns `advantage`, `behaviour` (engine logprob), `version`, per predicted token.
+        items: columns `behaviour` (engine logprob) and `version`, per predicted token.
         sources: index into the leased batch's sequences, per item.
         batch: as leased.
+        rewards: session -> reward, None when missing; of every session leased, trained or not.
+        groups: session -> group.
+        session_tokens: session -> tokens sampled in it and trained, over all its sequences.
         metrics: numbers of the batch itself.
     """
 
@@ -33,6 +37,9 @@ class TrainBatch:
     items: tuple[Item, ...]
     sources: tuple[int, ...]
     batch: Batch
+    rewards: dict[str, float | None]
+    groups: dict[str, str]
+    session_tokens: dict[str, int]
     metrics: dict[str, float]
 
     @property
@@ -40,9 +47,16 @@ class TrainBatch:
         """Predicted tokens."""
         return sum(i.predicted for i in self.items)
 
+    def session(self, item: int) -> str:
+        """The session that an item is a sequence of."""
+        return self.batch.sequences[self.sources[item]].session_id
 
-def prepare(batch: Batch, *, version: int, max_staleness: int, normalise: bool = True) -> TrainBatch:
+
+def prepare(batch: Batch, *, version: int, max_staleness: int, dynamic_sampling: bool = False) -> TrainBatch:
     """Leased batch -> items.
+
+    dynamic_sampling: leave out groups whose rewards are all equal. When that is all of them there are no
+    items, and the step changes nothing but the version.
 
     Raises TrainerError when it belongs to another version, is staler than allowed, or trains nothing.
     """
@@ -58,32 +72,37 @@ def prepare(batch: Batch, *, version: int, max_staleness: int, normalise: bool =
         )
     rewards = {s.session_id: s.reward for s in batch.sequences}
     groups = {s.session_id: s.group_id for s in batch.sequences}
-    advantages = group_advantages(rewards, groups, normalise=normalise)
-    items, sources = [], []
+    flat = equal_groups(rewards, groups)
+    items, sources, dropped = [], [], 0
+    session_tokens: Counter[str] = Counter()
     for index, s in enumerate(batch.sequences):
         mask = np.asarray(s.loss_mask, bool)
-        if not mask.any() or s.session_id not in advantages:
+        session_tokens[s.session_id] += int(mask.sum())
+        if not mask.any() or s.reward is None:
+            continue
+        if dynamic_sampling and s.group_id in flat:
+            dropped += 1
             continue
         if mask[0]:
             raise TrainerError(f"session {s.session_id} trains its first token, which nothing precedes")
-        n = int(mask.sum())
         items.append(
             Item(
                 token_ids=np.asarray(s.token_ids, np.int64),
                 loss_mask=mask,
                 temperature=s.temperature,
                 columns={
-                    "advantage": np.full(n, advantages[s.session_id]),
                     "behaviour": np.asarray(s.logprobs, np.float64)[mask],
                     "version": np.asarray(s.versions, np.float64)[mask],
                 },
             )
         )
         sources.append(index)
-    if not items:
+    if not items and not dropped:
         raise TrainerError(f"lease {batch.lease_id} has no trained token with a reward; nothing to train on")
+    metrics = _metrics(batch, items, rewards, groups, flat)
+    metrics["groups_dropped"] = len(flat) if dynamic_sampling else 0
     return TrainBatch(
-        version, tuple(items), tuple(sources), batch, _metrics(batch, items, rewards, groups, advantages)
+        version, tuple(items), tuple(sources), batch, rewards, groups, dict(session_tokens), metrics
     )
 
 
@@ -92,26 +111,22 @@ def _metrics(
     items: Sequence[Item],
     rewards: dict[str, float | None],
     groups: dict[str, str],
-    advantages: dict[str, float],
+    flat: set[str],
 ) -> dict[str, float]:
     known = np.array([r for r in rewards.values() if r is not None])
-    ages = batch.version - np.concatenate([i.columns["version"] for i in items])
-    flat = [
-        all(advantages.get(s, 0.0) == 0.0 for s, of in groups.items() if of == g)
-        for g in set(groups.values())
-    ]
+    ages = batch.version - np.concatenate([[batch.version], *(i.columns["version"] for i in items)])
     return {
         "reward_mean": float(known.mean()),
         "reward_std": float(known.std()),
         "sessions": len(rewards),
         "rewards_missing": len(rewards) - len(known),
-        "groups": len(flat),
-        "groups_zero_advantage": float(np.mean(flat)),
+        "groups": len(set(groups.values())),
+        "groups_zero_advantage": len(flat) / len(set(groups.values())),
         "sequences": len(items),
         "tokens": sum(map(len, items)),
         "trained_tokens": sum(i.predicted for i in items),
         "staleness_max": float(ages.max()),
-        "staleness_mean": float(ages.mean()),
+        "staleness_mean": float(ages[1:].mean()) if items else 0.0,
     }
 
 
@@ -123,12 +138,15 @@ class Gap:
     tokens: int
 
 
-def check_gap(work: TrainBatch, proximal: Sequence[np.ndarray], bound: float) -> Gap:
+def check_gap(work: TrainBatch, proximal: Sequence[np.ndarray] | None, bound: float) -> Gap:
     """Compare on the tokens that the trainer's own version sampled.
 
-    proximal: per item [n] logprobs under the trainer's current weights. Raises TrainerError past `bound`
+    proximal: per item [n] logprobs under the trainer's current weights; None where none were computed, which
+    leaves the comparison to the probe. Raises TrainerError past `bound`
     (a gap that is not a number is past every bound).
     """
+    if proximal is None:
+        return Gap(0.0, 0)
     worst, count = 0.0, 0
     where: tuple[int, int] | None = None
     for i, (item, ours) in enumerate(zip(work.items, proximal, strict=True)):

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 PHASES: tuple[str, ...] = (
     "lease",
-    "reference",
     "proximal",
+    "reference",
+    "values",
     "forward",
     "backward",
     "step",
+    "critic",
     "gather",
     "broadcast",
     "probe",

@@ -1,4 +1,4 @@
-"""The policy's two computations: logprobs of a batch under the current weights, and the PPO update.
+"""The policy's computations: logprobs of a batch under the current weights, and the update.
 
 Invariant: results depend on the items only, not on how they are cut into micro-batches or over ranks
 (to rounding). Every rank calls each method with the same items.
@@ -6,20 +6,23 @@ Invariant: results depend on the items only, not on how they are cut into micro-
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from areal_agent.config import TrainerConfig
+from areal_agent.config import AlgorithmConfig, TrainerConfig
+from areal_trainers.algorithm.experience import Columns, Experience, complete
+from areal_trainers.algorithm.loss import STAT_NAMES, Sums, policy_loss
+from areal_trainers.algorithm.models import Companions
+from areal_trainers.batch import TrainBatch
 from areal_trainers.clock import Clock
-from areal_trainers.losses import STAT_NAMES, PpoSums, ppo_sum
+from areal_trainers.evaluate import evaluate, share
 from areal_trainers.model import Policy
 from areal_trainers.optim import Optimizer
-from areal_trainers.packing import Item, assign, pack
+from areal_trainers.packing import Item, pack
 from areal_trainers.ranks import Ranks
 
 
@@ -32,10 +35,17 @@ class Update:
 
 
 class Learner:
-    """Policy, optimiser and ranks, under one configuration."""
+    """Policy, optimiser and ranks, under one configuration; with the companions the algorithm needs."""
 
     def __init__(
-        self, policy: Policy, optimizer: Optimizer, ranks: Ranks, config: TrainerConfig, clock: Clock
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        ranks: Ranks,
+        config: TrainerConfig,
+        clock: Clock,
+        algorithm: AlgorithmConfig | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self.policy, self.optimizer, self.ranks, self.config, self.clock = (
             policy,
@@ -44,36 +54,44 @@ class Learner:
             config,
             clock,
         )
+        self.algorithm = algorithm or AlgorithmConfig()
+        self.companions = companions or Companions()
 
-    @torch.no_grad()
-    def logprobs(self, items: Sequence[Item]) -> tuple[list[np.ndarray], float]:
-        """(per item [n] float64 logprobs of its predicted tokens, mean entropy in nats), on every rank."""
-        offsets = np.concatenate([[0], np.cumsum([i.predicted for i in items])])
-        flat = np.zeros(int(offsets[-1]) + 1)  # the last place carries the sum of entropies
-        for indices in self._share(items):
-            micro = pack(items, indices, self.ranks.device)
-            logprobs, entropies = self.policy(micro)
-            values = logprobs.double().cpu().numpy()
-            flat[-1] += float(entropies.double().sum())
-            at = 0
-            for i in indices:
-                n = items[i].predicted
-                flat[offsets[i] : offsets[i + 1]] = values[at : at + n]
-                at += n
+    def logprobs(self, items: Sequence[Item], policy: Policy | None = None) -> tuple[list[np.ndarray], float]:
+        """(per item [n] float64 logprobs of its predicted tokens, mean entropy in nats), on every rank.
+
+        policy: another than the one being trained.
+        """
+        model = policy or self.policy
+        found = evaluate(model, items, self.ranks, self.config.microbatch_tokens)
         # A forward without a backward leaves the root gathered; an optimiser step would not reach that copy.
-        self.policy.reshard()  # type: ignore[operator]  (added by fully_shard)
-        whole = self.ranks.sum_array(flat)
-        return [whole[a:b] for a, b in itertools.pairwise(offsets)], whole[-1] / offsets[-1]
+        model.reshard()  # type: ignore[operator]  (added by fully_shard)
+        return found
 
-    def update(self, items: Sequence[Item], proximal: Sequence[np.ndarray], seed: int) -> Update:
-        """The optimiser updates of one batch; `proximal` as `logprobs` gave it before the first of them."""
-        ready = [
-            replace(item, columns={**item.columns, "proximal": p})
-            for item, p in zip(items, proximal, strict=True)
-        ]
+    def proximal(self, items: Sequence[Item]) -> tuple[list[np.ndarray] | None, dict[str, float]]:
+        """(as `logprobs`, or None where the algorithm does without; {entropy}, or nothing)."""
+        if self.algorithm.proximal != "recompute":
+            return None, {}
+        values, entropy = self.logprobs(items)
+        return values, {"entropy": entropy}
+
+    def experience(self, work: TrainBatch, proximal: Columns | None) -> Experience:
+        """What `update` takes: the items of `work` with the columns of the algorithm."""
+        reference = values = None
+        if self.companions.reference is not None:
+            with self.clock("reference"):
+                reference = self.logprobs(work.items, self.companions.reference)[0]
+        if self.companions.critic is not None:
+            with self.clock("values"):
+                values = self.companions.critic.values(work.items)
+        return complete(work, self.algorithm, proximal=proximal, reference=reference, values=values)
+
+    def update(self, items: Sequence[Item], seed: int) -> Update:
+        """The optimiser updates of one batch, policy and critic; items as `experience` made them."""
         stats, weight_max, skipped = np.zeros(len(STAT_NAMES)), 0.0, 0
         losses, norms = [], []
-        parts = _minibatches(ready, self.config.minibatches, seed)
+        critics: list[dict[str, float]] = []
+        parts = _minibatches(items, self.config.minibatches, seed)
         for part in parts:
             loss, part_stats, part_max = self.gradient(part)
             stats += part_stats
@@ -95,34 +113,41 @@ class Learner:
                         "are unchanged",
                         flush=True,
                     )
+            if self.companions.critic is not None:
+                with self.clock("critic"):
+                    critics.append(self.companions.critic.step(part))
         named = dict(zip(STAT_NAMES, stats.tolist(), strict=True))
         n = max(1.0, named["tokens"])
-        return Update(
-            {
-                "loss": float(np.mean(losses)) if losses else math.nan,
-                "grad_norm": float(np.mean(norms)) if norms else math.nan,
-                "clip_fraction": named["clipped"] / n,
-                "behaviour_weight_mean": named["weight"] / n,
-                "behaviour_weight_max": weight_max,
-                "behaviour_weight_truncated": named["truncated"] / n,
-                "kl_proximal": named["kl_proximal"] / n,
-                "kl_behaviour": named["kl_behaviour"] / n,
-                "skipped_steps": float(skipped),
-            },
-            skipped,
-        )
+        metrics = {
+            "loss": float(np.mean(losses)) if losses else math.nan,
+            "grad_norm": float(np.mean(norms)) if norms else math.nan,
+            "clip_fraction": named["clipped"] / n,
+            "behaviour_weight_mean": named["weight"] / n,
+            "behaviour_weight_max": weight_max,
+            "behaviour_weight_truncated": named["truncated"] / n,
+            "kl_proximal": named["kl_proximal"] / n,
+            "kl_behaviour": named["kl_behaviour"] / n,
+            "entropy": named["entropy"] / n,
+            "skipped_steps": float(skipped),
+        }
+        if self.algorithm.needs_reference:
+            metrics["kl_reference"] = named["kl_reference"] / n
+        for name in critics[0] if critics else ():
+            metrics[name] = float(np.mean([c[name] for c in critics]))
+        return Update(metrics, skipped)
 
     def gradient(self, items: Sequence[Item]) -> tuple[float, np.ndarray, float]:
-        """(loss, stat sums, largest behaviour weight); leaves the gradient of the token-mean loss.
+        """(loss, stat sums, largest behaviour weight); leaves the gradient of the averaged loss.
 
-        Sequences with advantage 0 have a gradient of exactly 0: they count in the mean, and their forward
-        and backward are left out.
+        Sequences with advantage 0 have a gradient of exactly 0 unless KL or entropy add to it: they count
+        in the mean, and their forward and backward are left out.
         """
-        total = sum(i.predicted for i in items)
-        moving = [i for i in items if np.any(i.columns["advantage"] != 0.0)]
+        total = sum(float(i.columns["share"].sum()) for i in items) or 1.0
+        everywhere = self.algorithm.kl == "loss" or self.algorithm.entropy_coefficient > 0
+        moving = [i for i in items if everywhere or np.any(i.columns["advantage"] != 0.0)]
         loss, weight_max = 0.0, 0.0
         stats = np.zeros(len(STAT_NAMES))
-        for indices in self._share(moving):
+        for indices in share(moving, self.ranks, self.config.microbatch_tokens):
             sums = self._backward(moving, indices, total)
             loss += float(sums.loss.detach()) / total
             stats += sums.stats.cpu().numpy()
@@ -130,32 +155,25 @@ class Learner:
         loss, *summed = self.ranks.sum([loss, *stats.tolist()])
         return loss, np.array(summed), self.ranks.max([weight_max])[0]
 
-    def _backward(self, items: Sequence[Item], indices: list[int], total: int) -> PpoSums:
+    def _backward(self, items: Sequence[Item], indices: list[int], total: float) -> Sums:
         micro = pack(items, indices, self.ranks.device)
         with self.clock("forward"):
-            logprobs, _ = self.policy(micro)
-
-        def column(name: str) -> torch.Tensor:
-            return micro.columns[name].to(logprobs.dtype) if indices else logprobs.new_zeros(0)
-
-        sums = ppo_sum(
-            logprobs,
-            column("proximal"),
-            column("behaviour"),
-            column("advantage"),
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-            weight_cap=self.config.behaviour_weight_cap,
+            logprobs, entropies = self.policy(micro)
+        names = items[0].columns if items else ("proximal", "behaviour", "advantage", "weight", "reference")
+        columns = {
+            name: micro.columns[name].to(logprobs.dtype) if indices else logprobs.new_zeros(0)
+            for name in names
+        }
+        counts = torch.tensor(
+            [items[i].predicted for i in indices], dtype=torch.int64, device=logprobs.device
         )
+        sequence = torch.repeat_interleave(torch.arange(len(indices), device=logprobs.device), counts)
+        with self.clock("forward"):
+            sums = policy_loss(self.algorithm, logprobs, entropies, columns, sequence)
         # FSDP averages gradients over ranks; the loss is a sum over them.
         with self.clock("backward"):
             (sums.loss * (self.ranks.size / total)).backward()
         return sums
-
-    def _share(self, items: Sequence[Item]) -> list[list[int]]:
-        return assign([len(i) for i in items], self.config.microbatch_tokens, self.ranks.data_size)[
-            self.ranks.data_rank
-        ]
 
 
 def _minibatches(items: Sequence[Item], count: int, seed: int) -> list[list[Item]]:
@@ -163,7 +181,7 @@ def _minibatches(items: Sequence[Item], count: int, seed: int) -> list[list[Item
     if count == 1:
         return [list(items)]
     order = np.random.default_rng(seed).permutation(len(items)).tolist()
-    parts: list[list[Item]] = [[] for _ in range(min(count, len(items)))]
+    parts: list[list[Item]] = [[] for _ in range(max(1, min(count, len(items))))]
     loads = [0] * len(parts)
     for i in order:
         j = loads.index(min(loads))

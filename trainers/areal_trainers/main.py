@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, TrainerError, WeightUpdateError
 from areal_agent.rundir import RunDir, newest_state
+from areal_trainers.algorithm.models import load_companions
 from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.client import TrainerClient
 from areal_trainers.clock import Clock
@@ -107,27 +109,18 @@ def run_training(
             sequence=ranks.sequence,
             activation_checkpointing=t.activation_checkpointing,
         )
-        optimizer = Optimizer(
-            policy.parameters(),
-            learning_rate=t.learning_rate,
-            betas=t.adam_betas,
-            eps=t.adam_eps,
-            weight_decay=t.weight_decay,
-            warmup_steps=t.warmup_steps,
-            schedule=t.schedule,
-            total_steps=t.steps * t.minibatches,
-            min_lr_ratio=t.min_lr_ratio,
-            grad_clip=t.grad_clip,
-        )
+        optimizer = Optimizer.of(t, policy.parameters())
         weights = config.weights.model_copy(
             update={"folder": config.weights.folder or str(run.path / "weights")}
         )
         sender = WeightsSender(lm, client, ranks, platform, weights, wire_dtype(weights, config.fleet), clock)
-        learner = Learner(policy, optimizer, ranks, t, clock)
+        companions = load_companions(config, ranks, platform)
+        learner = Learner(policy, optimizer, ranks, t, clock, config.algorithm, companions)
         probe = Probe(client, ranks, learner, t.logprob_gap_bound)
-        state = TrainingState(
-            {"policy": (lm, optimizer)}, ranks, platform, run.state_path, t.keep_checkpoints
-        )
+        learned: dict[str, tuple[nn.Module, Optimizer]] = {"policy": (lm, optimizer)}
+        if (critic := companions.critic) is not None:
+            learned["critic"] = (critic.model, critic.optimizer)
+        state = TrainingState(learned, ranks, platform, run.state_path, t.keep_checkpoints)
         version = start(state, records) if resume else 0
         checkpoints = Checkpoints(
             lm,
@@ -187,13 +180,15 @@ def _sentence(e: BaseException) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for settings under which recorded logprobs mean something else than ours."""
+    """Raise ConfigError for settings that cannot train: logprobs that mean something else than ours, an
+    algorithm left open."""
     s = config.sampling
     if s.top_p != 1.0 or s.top_k != 0:
         raise ConfigError(
             f"sampling.top_p = {s.top_p:g}, sampling.top_k = {s.top_k}: the engine's logprobs are then of a "
             "truncated distribution, which the trainer does not compute; train with top_p 1 and top_k 0"
         )
+    config.algorithm.check(config.rollout.max_staleness)
     if not config.model:
         raise ConfigError("`model` is not set; give the Hugging Face folder the policy starts from")
 

@@ -77,12 +77,7 @@ class Policy(nn.Module):
 
     def _results(self, whole: MicroBatch, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the tokens that `part`, a slice of the row `whole`, predicts."""
-        inputs: dict[str, Any] = dict(
-            input_ids=part.token_ids,
-            position_ids=part.position_ids,
-            areal_plan=attention.Plan(whole.layout, self.kernel, self.sequence),
-            use_cache=False,
-        )
+        inputs = packed_inputs(whole, part, self.kernel, self.sequence)
         if self.own_logits:
             logits = self.lm(**inputs, logits_to_keep=part.predict).logits[0]
             return token_logprobs(logits, part.labels, part.temperatures)
@@ -90,6 +85,18 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head_logprobs(hidden, head.weight, head.bias, part.labels, part.temperatures)
+
+
+def packed_inputs(
+    whole: MicroBatch, part: MicroBatch, kernel: str, sequence: SequenceGroup | None
+) -> dict[str, Any]:
+    """What a transformers model is called with for `part`, this rank's slice of the packed row `whole`."""
+    return dict(
+        input_ids=part.token_ids,
+        position_ids=part.position_ids,
+        areal_plan=attention.Plan(whole.layout, kernel, sequence),
+        use_cache=False,
+    )
 
 
 def shard(
@@ -111,6 +118,18 @@ def shard(
         check_heads(lm.config, sequence.size)
     lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
     policy = Policy(lm, attention.choose_kernel(kernel, compute_dtype), sequence)
+    fully_shard_over(policy, lm, mesh, compute_dtype, activation_checkpointing)
+    return policy
+
+
+def fully_shard_over(
+    root: nn.Module,
+    lm: PreTrainedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    activation_checkpointing: bool = False,
+) -> None:
+    """Shard `root`, which is made of `lm`: one FSDP unit per decoder layer of `lm`, and one for the rest."""
     mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     precision = MixedPrecisionPolicy() if compute_dtype == torch.float32 else mixed
     for layer in decoder_layers(lm):
@@ -121,8 +140,7 @@ def shard(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+    fully_shard(root, mesh=mesh, mp_policy=precision)
 
 
 def decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:

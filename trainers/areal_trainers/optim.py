@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from areal_agent.config import TrainerConfig
+
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda part: 1.0,
     "linear": lambda part: 1.0 - part,
@@ -52,6 +54,24 @@ class Optimizer:
             self.parameters, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, foreach=True
         )
         self.steps = 0
+
+    @classmethod
+    def of(
+        cls, config: TrainerConfig, parameters: Iterable[nn.Parameter], learning_rate: float | None = None
+    ) -> Optimizer:
+        """As the settings say; `learning_rate` in place of theirs."""
+        return cls(
+            parameters,
+            learning_rate=config.learning_rate if learning_rate is None else learning_rate,
+            betas=config.adam_betas,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+            total_steps=config.steps * config.minibatches,
+            min_lr_ratio=config.min_lr_ratio,
+            grad_clip=config.grad_clip,
+        )
 
     @property
     def learning_rate(self) -> float:

@@ -44,13 +44,14 @@ def train(
             batch,
             version=version,
             max_staleness=config.rollout.max_staleness,
-            normalise=config.trainer.advantage_std,
+            dynamic_sampling=config.algorithm.dynamic_sampling,
         )
         with clock("proximal"):
-            proximal, entropy = learner.logprobs(work.items)
+            proximal, entropy = learner.proximal(work.items)
         gap = check_gap(work, proximal, config.trainer.logprob_gap_bound)
+        experience = learner.experience(work, proximal)
         with checkpoints.changing(version + 1):
-            update = learner.update(work.items, proximal, seed=config.trainer.seed + version)
+            update = learner.update(experience.items, seed=config.trainer.seed + version)
         with clock("broadcast"):
             pushed = sender.push(version + 1)
         with clock("probe"):
@@ -59,8 +60,10 @@ def train(
         records.step(
             version + 1,
             work.metrics
+            | experience.metrics
             | update.metrics
-            | {"entropy": entropy, "logprob_gap": gap.value, "logprob_gap_tokens": gap.tokens}
+            | entropy
+            | {"logprob_gap": gap.value, "logprob_gap_tokens": gap.tokens}
             | {"probe_gap": probed.value, "probe_tokens": probed.tokens}
             | {"pause_s": pushed.pause_s, "weight_attempts": pushed.attempts, "engines": pushed.engines}
             | {f"{phase}_s": seconds for phase, seconds in clock.lap().items()},
