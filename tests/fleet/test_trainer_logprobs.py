@@ -36,7 +36,7 @@ def smollm2(folder: Path) -> Path:
     (weights,) = Path(package.origin).parent.glob("*.gguf")
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del read.config.quantization_config  # it says GGUF, as which transformers cannot save
+    vars(read.config).pop("quantization_config")  # it says GGUF, as which transformers cannot save
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(folder)
