@@ -50,7 +50,9 @@ async def leave_after(served: Served, path: str, body: dict[str, Any], k: int) -
     asked = served.fleet.asked[asked_before]
     await eventually(lambda: asked.ended != "running")
     seconds = time.perf_counter() - left
-    await eventually(lambda: len(served.gateway.sessions.get_open(session["session_id"]).history.calls) == 1)
+    opened = served.gateway.sessions.get_open(session["session_id"])
+    assert opened is not None
+    await eventually(lambda: len(opened.history.calls) == 1)
     (call,) = (await served.inspect(session, trajectory=True))["calls"]
     if asked.ended == "cancelled":
         assert (call["state"], call["delivered"]) == ("aborted", False)

@@ -183,7 +183,8 @@ def _langchain(responses: bool) -> Client:
     async def ask(served: Served, session: Any, cell: Cell) -> Heard:
         options: dict[str, Any] = {"use_responses_api": responses}
         if cell.logprobs:
-            options |= {"logprobs": True, "top_logprobs": 2}
+            wish = {"include": ["message.output_text.logprobs"]} if responses else {"logprobs": True}
+            options |= {**wish, "top_logprobs": 2}
         llm: Any = ChatOpenAI(
             model="m", base_url=session["base_url"], api_key=session["api_key"], stream_usage=True, **options
         )

@@ -125,7 +125,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 
 def read_gguf_metadata(f: IO[bytes]) -> dict[str, Any]:
     """The key-value pairs at the head of a GGUF file: github.com/ggml-org/ggml, docs/gguf.md."""
-    scalars = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+    scalars: dict[int, str] = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 
     def number(kind: str) -> Any:
         return struct.unpack("<" + kind, f.read(struct.calcsize("<" + kind)))[0]
