@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from areal_agent.config import RunConfig
-from areal_gateway import admin, agent
+from areal_gateway import admin, agent, openapi
 from areal_gateway.core import GATEWAY, Gateway, GatewayFleet
 from areal_gateway.events import EventBus
 from areal_gateway.http import admin_error, guarded, not_found
@@ -47,6 +47,7 @@ def create_app(
     )
     agent.routes(app)
     admin.routes(app)
+    app.router.add_get("/openapi.json", guarded(openapi.document, admin_error))
     app.router.add_route("*", "/{path:.*}", guarded(not_found, admin_error))
     app.cleanup_ctx.append(_watched)
     app.on_shutdown.append(_abort_calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,20 @@ async def test_tokens_are_counted_without_opening_a_session(online: Served) -> N
         assert r.status == 200
         assert (await r.json())["input_tokens"] > 0
     assert online.gateway.sessions.open_count == 0
+
+
+async def test_the_example_service_is_recorded_and_closed_by_its_users(online: Served) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/agents/online_service.py"))
+    client = service(online)
+    talks = [
+        example["conversation"](client, f"u{n}", ["Hello!", "And now?"], lambda _: 0.5) for n in range(2)
+    ]
+    await asyncio.gather(*talks)
+    assert online.gateway.sessions.open_count == 0
+    batch = await online.gateway.leases.lease(
+        want=1, max_staleness=0, wait_s=0.0, lease_s=60.0, version=lambda: 0
+    )
+    assert batch is not None
+    assert [(s.reward, s.call_rewards, len(s.call_ids)) for s in batch.sequences] == [
+        (0.5, (0.5, 0.5), 2)
+    ] * 2
