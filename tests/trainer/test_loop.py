@@ -189,6 +189,9 @@ def test_a_failed_push_again_is_tried_at_the_next_poll(tmp_path: Path) -> None:
         def needs_weights(self) -> bool:
             return True
 
+        def nack(self, lease_id: str) -> None:
+            assert lease_id == "lease-1"
+
     class Alone:
         first, size = True, 1
         broadcast_bytes = staticmethod(bytes)
@@ -200,6 +203,7 @@ def test_a_failed_push_again_is_tried_at_the_next_poll(tmp_path: Path) -> None:
 
     source = BatchSource(Client(), Alone(), RunConfig())  # type: ignore[arg-type]
     assert source.next(7, repush).lease_id == "lease-1"
+    source.give_back()  # which ends the renewals too
     assert tried == [7, 7]
 
 

@@ -65,3 +65,24 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad: float) -> None:
         assert p.grad is None
     for s, m in zip(optimizer.adamw.state.values(), moments, strict=True):
         assert torch.equal(s["exp_avg"], m)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
+    ],
+)
+def test_the_rate_follows_warm_up_and_schedule(schedule: str, rates: list[float]) -> None:
+    """Two steps of warm-up, four down to a fifth of the peak, and no lower after the last."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Optimizer(
+        [weight], learning_rate=1.0, warmup_steps=2, schedule=schedule, total_steps=6, min_lr_ratio=0.2
+    )
+    found = []
+    for _ in rates:
+        found.append(optimizer.learning_rate)
+        optimizer.steps += 1
+    assert found == pytest.approx(rates, abs=1e-6)
