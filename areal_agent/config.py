@@ -162,6 +162,10 @@ class GatewayConfig(Section):
     enable_thinking: bool = Field(
         default=False, description="chat template's thinking switch, where it has one"
     )
+    ledger_sync: Literal["normal", "full"] = Field(
+        default="normal",
+        description="normal: a call survives kill -9; full: a power cut too, at one disk flush (milliseconds) a commit",
+    )
     hold_timeout_s: float = Field(
         default=120.0, gt=0, description="longest a call waits while no engine serves, then 503"
     )
