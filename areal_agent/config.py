@@ -391,6 +391,10 @@ class GatewayConfig(Section):
         description="let a JSON response format and a forced tool constrain the sampling; such calls are context, "
         "never trained. false: they have no effect, are named in x-areal-ignored, and the calls are trained",
     )
+    ledger_sync: Literal["normal", "full"] = Field(
+        default="normal",
+        description="normal: a call survives kill -9; full: a power cut too, at one disk flush (milliseconds) a commit",
+    )
     hold_timeout_s: float = Field(
         default=120.0, gt=0, description="longest a call waits while no engine serves, then 503"
     )

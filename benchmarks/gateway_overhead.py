@@ -1,8 +1,13 @@
-"""What the gateway adds to a call: a canned engine alone, and behind the gateway, in one run.
+"""What the gateway adds to a call, beside the engine alone and two other gateways, in one run.
 
-Fresh prompts (each rendered and tokenised by the gateway; the engine alone is sent ids) of 200, 2000 and
-16000 tokens with replies of 50, 300 and 1000, from 1 and 16 clients. `added` is the difference of the medians,
-`ratio` the gateway's calls per second over the bare engine's.
+Two kinds of traffic. `conversation`: an agent with a tool whose turns grow to the size; its calls are timed from
+three quarters of the size on. `fresh`: every call a new prompt of the size. Sizes are prompt x reply tokens of Qwen3's tokenizer. The
+engine answers canned replies at once; from whoever sends it text (engine alone, peers) it asks one pass of the
+tokenizer, as a real engine does. Here the gateway tokenises: `tokenizer ms` is what `tokenizers` alone needs for a
+fresh prompt's text. `added` is the difference of the medians to the engine that is sent ids.
+
+Peers: rllm-model-gateway (SQLite store) and agentlightning (LLM proxy, in-memory store; it turns streaming calls
+into plain ones), from PyPI, each in its own environment. --quick leaves out the largest size, 200 clients and streams.
 """
 
 from __future__ import annotations
@@ -10,166 +15,228 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import random
-import socket
 import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from _face import Report, main
+from _qwen3 import model_folder
+from _systems import System, agentlightning, areal, bare, canned_engine, metrics, resident_mib, rllm
+from _traffic import TOOLS, Plan, Size, body, plan, text
 
-from areal_agent.config import RunConfig
-from areal_agent.rundir import RunDir
+from areal_agent.config import GatewayConfig
+from areal_gateway.tokens import Tokens
 
-HERE = Path(__file__).parent
-SIZES = ((200, 50), (2000, 300), (16000, 1000))
-CLIENTS = (1, 16)
-READY_S = 60.0
+SIZES = (Size(200, 50), Size(2000, 300), Size(16000, 1000))
+CLIENTS = (1, 16, 200)
+CELL_S, QUICK_CELL_S = 5.0, 2.0
+LATE = 0.75
+"""A conversation's call is timed when its prompt has this share of the size."""
+ADDED_MS = {200: 2.0, 2000: 2.0, 16000: 4.0}
+TOKENIZER_FACTOR = 1.5
+PEER_FACTOR = 5.0
+LAG_S = 0.02
 
-Call = Callable[[aiohttp.ClientSession, int], Awaitable[None]]
+
+@dataclass
+class Cell:
+    """One system under one kind of load: seconds of the timed calls, and all calls per second."""
+
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 0
+    elapsed: float = 0.0
+
+    @property
+    def p50_ms(self) -> float:
+        return statistics.median(self.seconds) * 1e3 if self.seconds else float("nan")
+
+    @property
+    def rate(self) -> float:
+        return self.calls / self.elapsed
 
 
 def measure(quick: bool) -> Report:
     report = Report()
+    model = model_folder()
+    tokens = Tokens.load(model, GatewayConfig())
+    clients = CLIENTS[:2] if quick else CLIENTS
+    streams = (False,) if quick else (False, True)
+    cell_s = QUICK_CELL_S if quick else CELL_S
     with tempfile.TemporaryDirectory() as scratch:
-        model = blank_model(Path(scratch))
-        for prompt, reply in SIZES[: 2 if quick else 3]:
-            calls = max(32, (40_000 if quick else 200_000) // (prompt + reply))
-            with engine(reply) as url, gateway(Path(scratch) / f"run-{prompt}", model, url, reply) as run:
-                sent = asyncio.run(compare(report, prompt, reply, calls, url, run))
-                recorded = ledger_calls(run.path)
-                report.target(f"{prompt}x{reply}: all {sent} calls are in the ledger", recorded == sent)
+        for size in SIZES[:2] if quick else SIZES:
+            folder = Path(scratch) / str(size)
+            folder.mkdir()
+            p = plan(tokens, str(model / "tokenizer.json"), size)
+            spec = folder / "spec.json"
+            spec.write_text(json.dumps(p.spec))
+            tokenizer_ms = bare_tokenizer_ms(tokens, p)
+            with ExitStack() as stack:
+                engine = stack.enter_context(canned_engine(spec))
+                ours = stack.enter_context(areal(folder / "run", model, engine))
+                peers = [stack.enter_context(make(folder, engine)) for make in (rllm, agentlightning)]
+                systems = [bare(engine), ours, *peers]
+                cells = itertools.product(("conversation", "fresh"), streams, clients)
+                for traffic, stream, n in cells:
+                    ids = asyncio.run(under_load(by_ids(engine), p, traffic, stream, n, cell_s))
+                    found = {
+                        s.name: asyncio.run(under_load(s, p, traffic, stream, n, cell_s)) for s in systems
+                    }
+                    row(report, p, traffic, stream, n, ids, found, tokenizer_ms)
+                check_lag(report, ours, size, max(clients))
+                report.facts[f"{size}: gateway's resident memory, MiB"] = resident_mib(ours.run)  # type: ignore[arg-type]
     return report
 
 
-async def compare(report: Report, prompt: int, reply: int, calls: int, engine_url: str, run: RunDir) -> int:
-    """One row per number of clients and way of answering; returns the calls sent through the gateway."""
-    info = run.read("gateway.json") or {}
-    sent = 0
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as http:
-        admin = {"authorization": f"Bearer {run.admin_key()}"}
-        opened = {"task_id": "bench", "purpose": "rollout"}
-        async with http.post(f"{info['url']}/admin/sessions", json=opened, headers=admin) as answer:
-            key = (await answer.json())["api_key"]
-        for clients, stream in itertools.product(CLIENTS, (False, True)):
-            bare = await load(http, direct(engine_url, prompt, reply, stream), clients, calls)
-            ours = await load(http, through(info["url"], key, prompt, stream), clients, calls)
-            sent += calls + warm_up(clients)
-            report.rows.append(
-                {
-                    "prompt x reply": f"{prompt} x {reply}",
-                    "clients": clients,
-                    "stream": stream,
-                    "engine p50 ms": bare[0] * 1e3,
-                    "gateway p50 ms": ours[0] * 1e3,
-                    "added ms": (ours[0] - bare[0]) * 1e3,
-                    "gateway calls/s": ours[1],
-                    "ratio": ours[1] / bare[1],
-                }
+def row(
+    report: Report,
+    p: Plan,
+    traffic: str,
+    stream: bool,
+    clients: int,
+    ids: Cell,
+    found: dict[str, Cell],
+    tokenizer_ms: float,
+) -> None:
+    ours = found["areal_agent"]
+    added = ours.p50_ms - ids.p50_ms
+    report.rows.append(
+        {
+            "size": str(p.size),
+            "traffic": traffic,
+            "stream": stream,
+            "clients": clients,
+            "engine(ids) ms": ids.p50_ms,
+            **{f"{name} ms": cell.p50_ms for name, cell in found.items()},
+            "added ms": added,
+            "tokenizer ms": tokenizer_ms if traffic == "fresh" else "",
+            **{f"{name} calls/s": cell.rate for name, cell in found.items()},
+        }
+    )
+    if clients == 1 and p.size.prompt > 200:
+        bound = ADDED_MS[p.size.prompt] + (TOKENIZER_FACTOR * tokenizer_ms if traffic == "fresh" else 0.0)
+        how = ", streaming" if stream else ""
+        report.target(f"{p.size} {traffic}{how}: added {added:.2f} ms <= {bound:.2f} ms", added <= bound)
+    if clients == 16 and traffic == "conversation":
+        for name in ("rllm-model-gateway", "agentlightning"):
+            ratio = ours.rate / found[name].rate
+            how = ", streaming" if stream else ""
+            report.target(
+                f"{p.size}{how}, 16 clients: {ratio:.1f} x the calls per second of {name} (>= {PEER_FACTOR:g})",
+                ratio >= PEER_FACTOR,
             )
-    return sent
 
 
-async def load(http: aiohttp.ClientSession, call: Call, clients: int, calls: int) -> tuple[float, float]:
-    """(median seconds, calls per second) of `calls` calls by `clients` clients, after a warm-up."""
-    seeds = itertools.count(random.getrandbits(30))
-    times: list[float] = []
+def check_lag(report: Report, ours: System, size: Size, clients: int) -> None:
+    """The event loop's lag over the whole run at this size, up to `clients` sessions at once."""
+    found = asyncio.run(metrics(ours.run))  # type: ignore[arg-type]
+    total = found["areal_event_loop_lag_seconds_count"]
+    within = found[f'areal_event_loop_lag_seconds_bucket{{le="{LAG_S}"}}']
+    report.target(
+        f"{size}, up to {clients} sessions: event loop lag <= {LAG_S * 1e3:g} ms in {within / total:.2%} of "
+        f"{total:.0f} looks (>= 99 %)",
+        within / total >= 0.99,
+    )
 
-    async def client(n: int, keep: bool) -> None:
-        for _ in range(n):
+
+async def under_load(
+    system: System, p: Plan, traffic: str, stream: bool, clients: int, seconds: float
+) -> Cell:
+    """`clients` of them, each calling again as soon as it has its reply, for `seconds` after a warm-up."""
+    cell = Cell()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
+    seeds = itertools.count(int(time.time() * 1e3))
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
+        makers = [conversation if traffic == "conversation" else fresh for _ in range(clients)]
+        await asyncio.gather(
+            *(client(http, system, p, make, stream, seeds, Cell(), seconds * 0.2) for make in makers)
+        )
+        start = time.perf_counter()
+        await asyncio.gather(
+            *(client(http, system, p, make, stream, seeds, cell, seconds) for make in makers)
+        )
+        cell.elapsed = time.perf_counter() - start
+    return cell
+
+
+async def client(
+    http: aiohttp.ClientSession,
+    system: System,
+    p: Plan,
+    make: Callable[[Plan, bool, int], Iterator[tuple[bytes, bool]]],
+    stream: bool,
+    seeds: Iterator[int],
+    cell: Cell,
+    seconds: float,
+) -> None:
+    end = time.perf_counter() + seconds
+    while True:
+        url, headers = await system.open(http)
+        for sent, timed in make(p, stream, next(seeds)):
+            if system.name == "engine(ids)":
+                sent = id_body(p, stream)
             start = time.perf_counter()
-            await call(http, next(seeds))
-            if keep:
-                times.append(time.perf_counter() - start)
-
-    shares = [calls // clients + (i < calls % clients) for i in range(clients)]
-    await asyncio.gather(*(client(warm_up(clients) // clients, False) for _ in shares))
-    start = time.perf_counter()
-    await asyncio.gather(*(client(n, True) for n in shares))
-    return statistics.median(times), calls / (time.perf_counter() - start)
-
-
-def warm_up(clients: int) -> int:
-    return 4 * clients
-
-
-def direct(url: str, prompt: int, reply: int, stream: bool) -> Call:
-    async def call(http: aiohttp.ClientSession, seed: int) -> None:
-        ids = [random.Random(seed).randrange(10, 200)] * prompt
-        params = {"max_tokens": reply, "temperature": 1.0, "logprobs": 0}
-        body = {"model": "fake", "token_ids": ids, "sampling_params": params, "stream": stream}
-        async with http.post(f"{url}/inference/v1/generate", json=body) as answer:
-            await drain(answer)
-
-    return call
+            async with http.post(
+                url, data=sent, headers={"content-type": "application/json", **headers}
+            ) as answer:
+                if answer.status != 200:
+                    raise SystemExit(f"{answer.url} answered {answer.status}: {(await answer.text())[:300]}")
+                async for _ in answer.content.iter_any():
+                    pass
+            took = time.perf_counter() - start
+            cell.calls += 1
+            if timed:
+                cell.seconds.append(took)
+            if time.perf_counter() > end:
+                return
 
 
-def through(url: str, key: str, prompt: int, stream: bool) -> Call:
-    headers = {"authorization": f"Bearer {key}"}
-
-    async def call(http: aiohttp.ClientSession, seed: int) -> None:
-        digits = "".join(random.Random(seed).choices("0123456789", k=prompt))  # a digit is a token
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": digits}]}
-        async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-            await drain(answer)
-
-    return call
+def conversation(p: Plan, stream: bool, seed: int) -> Iterator[tuple[bytes, bool]]:
+    """The calls of one agent, growing; whether each is timed."""
+    messages = p.opening(seed)
+    for turn in range(p.turns):
+        yield body(messages, stream), turn >= LATE * (p.turns - 1) and turn > 0
+        messages += p.answered(seed + turn)
 
 
-async def drain(answer: aiohttp.ClientResponse) -> None:
-    if answer.status != 200:
-        raise SystemExit(f"{answer.url} answered {answer.status}: {(await answer.text())[:300]}")
-    async for _ in answer.content.iter_any():
-        pass
+def fresh(p: Plan, stream: bool, seed: int) -> Iterator[tuple[bytes, bool]]:
+    """A handful of unrelated prompts of one session."""
+    for i in range(8):
+        yield body(p.fresh(seed * 8 + i), stream), True
 
 
-@contextmanager
-def engine(tokens: int) -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, str(HERE / "_canned_engine.py"), "--port", str(port), "--tokens", str(tokens)]
-    with started(command, lambda: listens(port)):
-        yield f"http://127.0.0.1:{port}"
+def by_ids(engine: str) -> System:
+    """The engine, asked in ids, as this gateway asks it."""
+
+    async def opened(_: aiohttp.ClientSession) -> tuple[str, dict[str, str]]:
+        return f"{engine}/inference/v1/generate", {}
+
+    return System("engine(ids)", opened)
 
 
-@contextmanager
-def gateway(folder: Path, model: Path, engine_url: str, reply: int) -> Iterator[RunDir]:
-    values: dict[str, Any] = {"model": str(model), "run_dir": str(folder), "sampling": {"max_tokens": reply}}
-    values["fleet"] = {"attach": [engine_url]}
-    run = RunDir.create(RunConfig.parse(values))
-    command = [sys.executable, "-m", "areal_agent.cli", "gateway", "--run-dir", str(folder)]
-    with started(command, lambda: run.read("gateway.json") is not None):
-        yield run
+def id_body(p: Plan, stream: bool) -> bytes:
+    params: dict[str, Any] = {"max_tokens": p.size.reply, "temperature": 1.0, "logprobs": 0}
+    return json.dumps(
+        {"model": "policy", "token_ids": p.ids, "sampling_params": params, "stream": stream}
+    ).encode()
 
 
-@contextmanager
-def started(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + READY_S
-        while not ready():
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"not ready (code {process.poll()}): {' '.join(command)}")
-            time.sleep(0.05)
-        yield
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as s:
-        return s.connect_ex(("127.0.0.1", port)) == 0
+def bare_tokenizer_ms(tokens: Tokens, p: Plan) -> float:
+    """Median milliseconds of `tokenizers` for the text of a fresh prompt."""
+    tools = json.dumps(TOOLS)
+    times = []
+    for seed in range(15):
+        words = tools + text(p.fresh_words, seed)
+        start = time.perf_counter()
+        tokens.tokenizer.encode(words)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
 
 
 def ledger_calls(folder: Path) -> int:
@@ -177,17 +244,6 @@ def ledger_calls(folder: Path) -> int:
         return ledger.execute(
             "SELECT count(*) FROM calls WHERE state IN ('complete', 'truncated')"
         ).fetchone()[0]
-
-
-def blank_model(scratch: Path) -> Path:
-    """The examples' tokenizer and model shape, with a context long enough for every size."""
-    sys.path.insert(0, str(HERE.parent / "examples" / "agents"))
-    from small_model.warm_start import RECIPE, blank
-
-    folder = blank(scratch / "model", RECIPE, seed=0)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
-    return folder
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Invariant: no row is ever changed or removed (triggers forbid it), and what `append` awaited is on disk.
 One writer thread owns the only writing connection; rows queued while it commits share the next commit,
-so the price of a flush is paid once for all calls that wait for it. Files are write-ahead logged with
-synchronous=FULL: an acknowledged row survives a killed process and a power cut.
+so the price of a commit is paid once for all calls that wait for it. Files are write-ahead logged: an
+acknowledged row survives a killed process, and the file is whole after a power cut, which may cost its last
+moments; with `sync="full"` every commit is flushed to the disk, and nothing is lost then either.
 
 Session keys are stored as SHA-256 only. They are random 192-bit strings, so a plain hash cannot be
 guessed backwards, and a ledger that is copied or exported gives nobody a live key.
@@ -19,7 +20,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -60,7 +61,7 @@ _Item = tuple[list[Row], Callable[[BaseException | None], None]]
 class Ledger:
     """One open ledger file. Append from the event loop; read from any thread."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, sync: Literal["normal", "full"] = "normal") -> None:
         """Open or create the file. Raises ConfigError when it is in use, damaged, or of a newer version."""
         self.path = Path(path)
         self.commits = 0
@@ -68,7 +69,7 @@ class Ledger:
         self._lock_file = _lock(self.path)
         try:
             self._writer = _connect(self.path)
-            _prepare(self._writer, self.path)
+            _prepare(self._writer, self.path, sync)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
         except BaseException:
@@ -312,7 +313,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
+def _prepare(db: sqlite3.Connection, path: Path, sync: str) -> None:
     try:
         (found,) = db.execute("PRAGMA user_version").fetchone()
         if found > SCHEMA_VERSION:
@@ -323,7 +324,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-        db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA synchronous = {sync.upper()}")
         if found == 0:
             others = db.execute("SELECT name FROM sqlite_master").fetchall()
             if others:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-LAG_INTERVAL_S = 0.5
+LAG_INTERVAL_S = 0.05
 """Between two measurements of the event loop's lag, the first thing to grow when a gateway is overloaded."""
 
 
@@ -35,8 +35,11 @@ class Metrics:
         self.running = Gauge("areal_calls_running", "Calls in progress", registry=r)
         self.sessions = Gauge("areal_sessions_open", "Sessions open", registry=r)
         self.leases = Counter("areal_leases", "Leases by how they ended", ["end"], registry=r)
-        self.lag = Gauge(
-            "areal_event_loop_lag_seconds", "How late the event loop ran its last timer", registry=r
+        self.lag = Histogram(
+            "areal_event_loop_lag_seconds",
+            "How late the event loop ran a timer",
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1),
+            registry=r,
         )
         self.call_seconds = Histogram(
             "areal_call_seconds",
@@ -59,7 +62,7 @@ class Metrics:
         while True:
             due = time.perf_counter() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
-            self.lag.set(max(0.0, time.perf_counter() - due))
+            self.lag.observe(max(0.0, time.perf_counter() - due))
 
 
 class FleetCollector(Collector):

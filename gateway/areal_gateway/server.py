@@ -90,7 +90,7 @@ async def _run(run_dir: Path, config: RunConfig, sock: socket.socket, stopped: a
         log.info("fleet: %s", " ".join(f"{k}={v}" for k, v in event.items()))
         events.forward(event)
 
-    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger = Ledger(run_dir / "ledger.sqlite", config.gateway.ledger_sync)
     try:
         fleet = Fleet(config, run_dir, on_event)
         try:
