@@ -117,8 +117,10 @@ class Engine:
         app.router.add_post("/v1/chat/completions", self.chat)
         for path, value in FIXED.items():
             app.router.add_get(path, _fixed(value))
-        for path in ("/update_weight_version", "/pause", "/resume"):
-            app.router.add_post(path, _fixed({}))
+        for path, value in TAKEN.items():
+            app.router.add_post(path, _fixed(value))
+        known = sorted({r.resource.canonical for r in app.router.routes() if r.resource is not None})
+        app.router.add_get("/openapi.json", _fixed({"paths": {path: {} for path in known}}))
         return app
 
 
@@ -129,6 +131,12 @@ FIXED: dict[str, Any] = {
     "/get_world_size": {"world_size": 1},
     "/weight_info": {"weight_version": "0"},
     "/is_paused": {"is_paused": False},
+}
+TAKEN: dict[str, Any] = {
+    "/update_weight_version": {},
+    "/pause": {},
+    "/resume": {},
+    "/collective_rpc": {"results": [{"holds": None}]},
 }
 _DONE = b"data: [DONE]\n\n"
 

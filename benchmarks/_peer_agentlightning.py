@@ -31,7 +31,8 @@ async def serve(port: int, engine: str, paths: Path) -> None:
     )
     await proxy.start()
     opened = [await store.start_rollout(input={"task": i}, mode="train") for i in range(ROLLOUTS)]
-    paths.write_text(json.dumps([f"/rollout/{r.rollout_id}/attempt/{r.attempt.attempt_id}" for r in opened]))
+    known = json.dumps([f"/rollout/{r.rollout_id}/attempt/{r.attempt.attempt_id}" for r in opened])
+    await asyncio.to_thread(paths.write_text, known)
     await asyncio.Event().wait()
 
 
