@@ -456,7 +456,7 @@ from pathlib import Path
 from areal_agent.weights import plan
 from areal_gateway.fleet import Fleet
 from fleet_kit import run_config
-from fakes.engine import simulated_checksums
+from fakes.receivers import simulated_checksums
 
 async def main(url, run_dir):
     config = run_config()

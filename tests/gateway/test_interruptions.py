@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.engine import FakeEngine, Prefix, policy
-from fakes.engine import Reply as EngineReply
+from fakes.engine import FakeEngine
+from fakes.policy import Prefix, policy
+from fakes.policy import Reply as EngineReply
 from gateway_support import CALCULATOR, Reply, ScriptedFleet, Served, eventually, make_app, tool_call
 
 from areal_gateway.dialects.chat import ChatCompletions
