@@ -16,6 +16,7 @@ from aiohttp import web
 
 from areal_agent.errors import GatewayError
 from areal_gateway import auth
+from areal_gateway.ahead import Ahead
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
 from areal_gateway.exchange import CallRequest, Exchange
@@ -85,7 +86,8 @@ def completions(dialect: Dialect) -> Handler:
             if isinstance(caller, Online):
                 session = await caller.session_for(asked, digest, request)
             assert session is not None
-            exchange = begin(gateway, session, asked, digest, request)
+            ahead = await gateway.calls.prepare(session, asked)
+            exchange = begin(gateway, session, asked, digest, request, ahead)
         except GatewayError as e:
             if session is not None:
                 session.last_error = str(e)
@@ -116,7 +118,7 @@ def count(counter: Counter) -> Handler:
         body = await read_json(request)
         asked = counter.read(body, caller)
         known = caller.find(asked, b"", request) if isinstance(caller, Online) else caller
-        tokens = gateway.calls.count(known or gateway.online.blank(), asked)
+        tokens = await gateway.calls.count(known or gateway.online.blank(), asked)
         return web.Response(body=counter.reply(tokens), content_type=JSON)
 
     return handle
@@ -129,7 +131,12 @@ def digest_of(dialect: str, body: Any) -> bytes:
 
 
 def begin(
-    gateway: Gateway, session: Session, asked: CallRequest, digest: bytes, request: web.Request
+    gateway: Gateway,
+    session: Session,
+    asked: CallRequest,
+    digest: bytes,
+    request: web.Request,
+    ahead: Ahead,
 ) -> Exchange:
     """The exchange that this request repeats, or a new one."""
     count = request.headers.get("x-stainless-retry-count", "0")
@@ -137,7 +144,7 @@ def begin(
     found = gateway.calls.find_retry(
         session, digest, retry_count=int(count) if count.isdecimal() else 0, retry_key=retry_key
     )
-    return found or gateway.calls.start(session, asked, digest, retry_key)
+    return found or gateway.calls.start(session, asked, digest, retry_key, ahead)
 
 
 async def stream(

@@ -20,13 +20,14 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
+from areal_gateway.ahead import Ahead, count_tokens, prepare_ahead
 from areal_gateway.events import EventBus
 from areal_gateway.exchange import CallRequest, Exchange, Said, Told
 from areal_gateway.fleet.protocol import EngineRefused
 from areal_gateway.fleet.types import Chunk, EngineSampling, FleetUnavailable
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.metrics import Metrics
-from areal_gateway.prepare import Prepared, place, prepare, seed_of
+from areal_gateway.prepare import Prepared, prepare_all, seed_of
 from areal_gateway.records import CallRecord, CallState, Span, floats, ints
 from areal_gateway.reply import Pace, ReplyFormat, ReplyStream, read_reply
 from areal_gateway.rows import call_rows
@@ -149,15 +150,22 @@ class Calls:
             exchange = Exchange.restored(session, records)
             session.exchanges.setdefault(exchange.digest, []).append(exchange)
 
-    def count(self, session: Session, request: CallRequest) -> int:
+    async def count(self, session: Session, request: CallRequest) -> int:
         """Tokens its prompt would have, were it asked now. Raises GatewayError (400)."""
         check_open(session)
-        return len(place(self._tokens, session, request)[1])
+        return await count_tokens(self._tokens, session, request)
 
-    def start(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> Exchange:
-        """Prepare and start. Raises GatewayError when the request cannot be served at all."""
+    async def prepare(self, session: Session, request: CallRequest) -> Ahead:
+        """All that can be done before `start`. Raises GatewayError when the request cannot be served at all."""
         check_open(session)
-        prepared = [prepare(self._tokens, session, request, p) for p in request.prompts or (None,)]
+        return await prepare_ahead(self._tokens, session, request)
+
+    def start(
+        self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None, ahead: Ahead
+    ) -> Exchange:
+        """Start what was prepared. Raises GatewayError when it cannot be served (any more)."""
+        check_open(session)
+        prepared = ahead.prepared if ahead.holds(session) else prepare_all(self._tokens, session, request)
         exchange = Exchange(session, request, digest, retry_key)
         exchange.prompt_tokens = sum(len(p.prompt_ids) for p in prepared)
         session.exchanges.setdefault(digest, []).append(exchange)

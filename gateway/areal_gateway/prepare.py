@@ -43,31 +43,42 @@ def _structured_outputs(tokens: Tokens, request: CallRequest) -> dict[str, Any] 
     return request.constraint.structured_outputs(request.tools if request.parse_tools else [], tokens.syntax)
 
 
-def place(
-    tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None
-) -> tuple[Attachment, list[int], int]:
-    """Attach, then render or bridge: (attachment, prompt ids, how many are shared). Raises GatewayError (400)."""
+Placed = tuple[Attachment, list[int], int]
+"""(attachment, prompt ids, how many of them are the parent's)"""
+
+
+def place(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Placed:
+    """Attach, then bridge or render. Raises GatewayError (400)."""
     if prompt is not None:
         return place_raw(tokens, session.tree, prompt)
     attachment = session.tree.attach(request.messages, request.tools, request.after)
-    prompt_ids: list[int] | None = None
-    shared = 0
-    if (parent := attachment.parent) is not None:
-        before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
-        prompt_ids = tokens.bridge(
-            conversation(parent), before, sampled, attachment.new_messages, request.tools
-        )
-        shared = len(before) + len(sampled)
-        if prompt_ids is None:
-            attachment, shared = attachment.detached(Cause.BRIDGE_REFUSED), 0
-    if prompt_ids is None:
-        prompt_ids = tokens.render(request.messages, request.tools)
-    return attachment, prompt_ids, shared
+    return bridged(tokens, attachment, request) or rendered(tokens, attachment, request)
+
+
+def bridged(tokens: Tokens, attachment: Attachment, request: CallRequest) -> Placed | None:
+    """The parent's ids and what is new, tokenised; None where there is no parent or no exact way to go on."""
+    if (parent := attachment.parent) is None:
+        return None
+    before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
+    ids = tokens.bridge(conversation(parent), before, sampled, attachment.new_messages, request.tools)
+    return None if ids is None else (attachment, ids, len(before) + len(sampled))
+
+
+def rendered(tokens: Tokens, attachment: Attachment, request: CallRequest) -> Placed:
+    """All of it, as a root."""
+    if attachment.parent is not None:
+        attachment = attachment.detached(Cause.BRIDGE_REFUSED)
+    return attachment, tokens.render(request.messages, request.tools), 0
 
 
 def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Prepared:
     """Place the request, check the room and pin the sampling. Raises GatewayError (400)."""
-    attachment, prompt_ids, shared = place(tokens, session, request, prompt)
+    return ready(tokens, session, request, place(tokens, session, request, prompt))
+
+
+def ready(tokens: Tokens, session: Session, request: CallRequest, placed: Placed) -> Prepared:
+    """As `prepare`, of a request that is placed."""
+    attachment, prompt_ids, shared = placed
     room = tokens.context - len(prompt_ids)
     if room < 1:
         raise ContextLengthError(len(prompt_ids), tokens.context)
@@ -84,6 +95,11 @@ def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prom
         extra={"structured_outputs": outputs} if (outputs := _structured_outputs(tokens, request)) else {},
     )
     return Prepared(attachment, prompt_ids, shared, sampling)
+
+
+def prepare_all(tokens: Tokens, session: Session, request: CallRequest) -> list[Prepared]:
+    """Each of a request's prompts, or its conversation."""
+    return [prepare(tokens, session, request, prompt) for prompt in request.prompts or (None,)]
 
 
 def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:

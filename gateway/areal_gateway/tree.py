@@ -93,6 +93,8 @@ class CallTree:
         self._seen: set[bytes] = set()
         self._longest = 0
         self._asked: Counter[bytes] = Counter()
+        self.changes = 0
+        """Grows whenever an attachment made before may no longer be the right one."""
 
     def ask(self, attachment: Attachment, n: int) -> int:
         """Note that a prompt is asked for `n` times more; how often it was before (its first sibling's number)."""
@@ -103,7 +105,7 @@ class CallTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every call that can be continued, in the order they ended: a parent before its children."""
-        return iter(self._by_id.values())
+        return iter(list(self._by_id.values()))
 
     def node(self, call_id: str) -> Node | None:
         return self._by_id.get(call_id)
@@ -152,6 +154,7 @@ class CallTree:
 
     def add(self, record: CallRecord, attachment: Attachment) -> Node | None:
         """Remember an ended call; None when it was given no reply, so that nothing can continue it."""
+        self.changes += 1
         self._seen.update(attachment.keys[1:])
         if record.state not in REPLIED or record.reply is None:
             return None

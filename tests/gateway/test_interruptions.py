@@ -102,7 +102,8 @@ async def test_a_reply_is_delivered_only_with_its_last_byte(served: Served) -> N
     assert opened is not None
     served.fleet.say("five")
     request = ChatCompletions().read({"messages": ASK, "stream": True}, opened)
-    exchange = served.gateway.calls.start(opened, request, b"digest", None)
+    ahead = await served.gateway.calls.prepare(opened, request)
+    exchange = served.gateway.calls.start(opened, request, b"digest", None, ahead)
     with exchange.subscribed(patient=False):
         await exchange.wait()
     (call,) = (await served.inspect(session, trajectory=True))["calls"]

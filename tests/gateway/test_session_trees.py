@@ -197,7 +197,7 @@ class Play:
         replies = [self.reply(tools) for _ in range(n)]
         self.served.fleet.say(*replies)
         body = {"messages": sent, "tools": tools, "n": n}
-        exchange = self.start(body)
+        exchange = await self.start(body)
         records = await exchange.wait()
         received = self.rng.random() < 0.9
         if received:
@@ -208,11 +208,14 @@ class Play:
             self.check(known, parent, causes)
             self.calls.append(known)
 
-    def start(self, body: dict[str, Any], retries: int = 0) -> Exchange:
+    async def start(self, body: dict[str, Any], retries: int = 0) -> Exchange:
         digest = hashlib.sha256(json.dumps(body).encode()).digest()
         calls = self.served.gateway.calls
         found = calls.find_retry(self.session, digest, retry_count=retries, retry_key=None)
-        return found or calls.start(self.session, ChatCompletions().read(body, self.session), digest, None)
+        if found:
+            return found
+        request = ChatCompletions().read(body, self.session)
+        return calls.start(self.session, request, digest, None, await calls.prepare(self.session, request))
 
     def check(self, known: Known, parent: Known | None, causes: set[str]) -> None:
         prompt, text = known.asked.prompt_ids, self.served.gateway.tokens.text
@@ -290,7 +293,7 @@ class Play:
         body, call_ids = self.rng.choice(self.bodies)
         before = len(self.served.fleet.asked)
         same = {c for b, ids in self.bodies if b == body for c in ids}
-        records = await self.start(copy.deepcopy(body), retries=1).wait()
+        records = await (await self.start(copy.deepcopy(body), retries=1)).wait()
         assert {r.call_id for r in records} <= same
         assert len(records) == len(call_ids)
         assert len(self.served.fleet.asked) == before
@@ -311,7 +314,7 @@ class Play:
         fleet, before = self.served.fleet, len(self.served.fleet.asked)
         fleet.say(Reply(self.unique("cut short"), chunk=1, delay_s=0.003))
         sent = [{"role": "user", "content": self.unique("Never mind")}]
-        exchange = self.start({"messages": sent})
+        exchange = await self.start({"messages": sent})
         wanted = self.rng.randrange(3)
         await eventually(lambda: len(fleet.asked) > before and len(fleet.asked[-1].output_ids) >= wanted)
         exchange.abort(GatewayError("the client left", status=499, code="client_left"))

@@ -60,11 +60,15 @@ class EngineHTTP:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """POST; the response with its headers read, closed at the end. Sent once more where a pooled
         connection turned out to be closed (no byte came)."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        asked: dict[str, Any] = {
+            "data": orjson.dumps(body),  # `json=` would make a string of it first, and bytes again
+            "headers": {"content-type": "application/json"},
+            "timeout": aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
+        }
         try:
-            response = await self.session.post(self.url + path, json=body, timeout=timeout)
+            response = await self.session.post(self.url + path, **asked)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-            response = await self.session.post(self.url + path, json=body, timeout=timeout)
+            response = await self.session.post(self.url + path, **asked)
         async with response:
             self._replies.add(response)
             try:
