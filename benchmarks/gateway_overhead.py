@@ -4,7 +4,8 @@ Two kinds of traffic. `conversation`: an agent with a tool whose turns grow to t
 three quarters of the size on. `fresh`: every call a new prompt of the size. Sizes are prompt x reply tokens of Qwen3's tokenizer. The
 engine answers canned replies at once; from whoever sends it text (engine alone, peers) it asks one pass of the
 tokenizer, as a real engine does. Here the gateway tokenises: `tokenizer ms` is what `tokenizers` alone needs for a
-fresh prompt's text. `added` is the difference of the medians to the engine that is sent ids.
+fresh prompt's text. `added` is the difference of the medians to the engine that is sent ids. Columns: medians in ms of the
+engine sent `ids` or `text`, of this gateway (`ours`) and the peers (`rllm`, `agl`); with `/s`, calls per second.
 
 Peers: rllm-model-gateway (SQLite store) and agentlightning (LLM proxy, in-memory store; it turns streaming calls
 into plain ones), from PyPI, each in its own environment. --quick leaves out the largest size, 200 clients and streams.
@@ -36,6 +37,8 @@ from areal_gateway.tokens import Tokens
 
 SIZES = (Size(200, 50), Size(2000, 300), Size(16000, 1000))
 CLIENTS = (1, 16, 200)
+SHORT = {"engine": "text", "areal_agent": "ours", "rllm-model-gateway": "rllm", "agentlightning": "agl"}
+"""Columns: the engine alone, asked in text (asked in ids it is `ids`), then the gateways; medians in ms, then calls a second."""
 CELL_S, QUICK_CELL_S = 5.0, 2.0
 LATE = 0.75
 """A conversation's call is timed when its prompt has this share of the size."""
@@ -109,14 +112,13 @@ def row(
     report.rows.append(
         {
             "size": str(p.size),
-            "traffic": traffic,
-            "stream": stream,
+            "traffic": traffic + (" stream" if stream else ""),
             "clients": clients,
-            "engine(ids) ms": ids.p50_ms,
-            **{f"{name} ms": cell.p50_ms for name, cell in found.items()},
-            "added ms": added,
-            "tokenizer ms": tokenizer_ms if traffic == "fresh" else "",
-            **{f"{name} calls/s": cell.rate for name, cell in found.items()},
+            "ids": ids.p50_ms,
+            **{SHORT[name]: cell.p50_ms for name, cell in found.items()},
+            "added": added,
+            "tokenizer": tokenizer_ms if traffic == "fresh" else "",
+            **{f"{SHORT[name]}/s": cell.rate for name, cell in found.items()},
         }
     )
     if clients == 1 and p.size.prompt > 200:

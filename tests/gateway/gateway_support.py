@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -25,10 +26,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.config import RunConfig
-from areal_agent.errors import WeightUpdateError
+from areal_agent.errors import EngineError, WeightUpdateError
 from areal_gateway.app import create_app
 from areal_gateway.core import GATEWAY, Gateway
-from areal_gateway.fleet.types import Chunk, EngineSampling
+from areal_gateway.fleet.types import Chunk, EngineSampling, UnknownEngine
 from areal_gateway.ledger import Ledger
 from areal_gateway.tokens import QWEN3_TOKENS, Tokens
 
@@ -120,6 +121,14 @@ class ScriptedFleet:
 
     def encode(self, text: str) -> list[int]:
         return self.tokens.tokenizer.encode(text)
+
+    async def join(self, url: str) -> dict[str, Any]:
+        raise EngineError(f"engine {url} does not answer")
+
+    async def drain(self, id: str) -> dict[str, Any]:
+        raise UnknownEngine(f"no engine is called {id}; there are none")
+
+    leave = drain
 
     def _reply(self, prompt_ids: list[int]) -> Reply:
         if self.script:
@@ -332,3 +341,13 @@ async def eventually(true: Callable[[], Any], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not true():  # noqa: ASYNC110 (what is waited for has no event to offer)
             await asyncio.sleep(0.005)
+
+
+def as_schema_1(path: Path) -> None:
+    """Take from an empty or small ledger what schema 2 brought."""
+    with sqlite3.connect(path) as db:
+        for name in ("rewinds", "voids"):
+            db.execute(f"DROP TABLE {name}")
+        db.execute("DROP TRIGGER calls_have_parents")
+        db.execute("ALTER TABLE rewards DROP COLUMN labels")
+        db.execute("PRAGMA user_version = 1")

@@ -39,7 +39,9 @@ async def test_the_loop_turns_while_a_long_prompt_is_tokenised(
     assert found.prepared[0].prompt_ids == served.gateway.tokens.render(request.messages, [])
 
 
-async def test_a_call_that_ended_meanwhile_is_continued(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_ended_meanwhile_is_continued(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request repeats a long history whose last reply comes while it is being prepared."""
     session = await opened(served)
     asked = [{"role": "user", "content": LONG}]

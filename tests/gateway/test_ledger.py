@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from gateway_support import as_schema_1
 
 from areal_agent.errors import ConfigError
 from areal_gateway.ledger import Ledger, LedgerError
@@ -192,10 +193,7 @@ async def test_an_older_file_is_brought_up_to_date_and_keeps_its_rows(path: Path
     ledger = Ledger(path)
     await ledger.append(session_row(session()), reward_row(RewardRecord("s0", "k", "reward", 0.5, None, 3.0)))
     ledger.close()
-    with sqlite3.connect(path) as db:  # as schema 1 was
-        db.execute("DROP TRIGGER calls_have_parents")
-        db.execute("ALTER TABLE rewards DROP COLUMN labels")
-        db.execute("PRAGMA user_version = 1")
+    as_schema_1(path)
     again = Ledger(path)
     labelled = RewardRecord("s0", "k", "reward", 1.0, None, 4.0, {"role": "solver"})
     await again.append(reward_row(labelled))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_support import Served, make_app
+from gateway_support import Served, as_schema_1, make_app
 from test_leases import lease, run_group
 
 from areal_agent.trajectory import Batch
@@ -151,10 +151,7 @@ async def test_groups_nobody_will_finish_are_void_for_good(tokens: Tokens, tmp_p
 def test_a_ledger_of_the_first_schema_is_brought_up(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
-    with sqlite3.connect(path) as db:
-        for name in ("rewinds", "voids"):
-            db.execute(f"DROP TABLE {name}")
-        db.execute("PRAGMA user_version = 1")
+    as_schema_1(path)
     Ledger(path).close()
     with sqlite3.connect(path) as db:
         names = {r[0] for r in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
