@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from areal_trainers import main, optim, source, state, trainer, weights_sender
+from areal_trainers import buckets, main, optim, source, state, trainer
 from areal_trainers.client import TrainerClient
 
 torch.set_num_threads(1)
@@ -28,7 +28,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "advantages": (trainer, "prepare", "after"),
     "proximal": (trainer, "check_gap", "before"),
     "update": (optim.Optimizer, "step", "after"),
-    "push begun": (weights_sender.WeightsSender, "_pack", "after"),
+    "push begun": (buckets.Packer, "pack", "after"),
     "push received": (TrainerClient, "commit", "before"),
     "committed, not acked": (source.BatchSource, "ack", "before"),
     "acked": (source.BatchSource, "ack", "after"),

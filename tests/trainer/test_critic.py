@@ -99,7 +99,7 @@ def learner_of(config: RunConfig, ranks: Ranks) -> Learner:
     torch.manual_seed(0)
     policy = shard(load_causal_lm(config.model), ranks.mesh)
     optimizer = Optimizer(policy.parameters(), learning_rate=config.trainer.learning_rate)
-    companions = load_companions(config, ranks)
+    companions = load_companions(config, ranks, get_platform("cpu"))
     return Learner(policy, optimizer, ranks, config.trainer, Clock(), config.algorithm, companions)
 
 
@@ -155,7 +155,7 @@ def test_a_reference_is_frozen_while_the_policy_moves(ranks: Ranks, tmp_path: Pa
 def test_only_what_the_algorithm_needs_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     for recipe, reference, critic in [("dapo", False, False), ("rloo", True, False), ("ppo", False, True)]:
-        found = load_companions(config_of(model, recipe=recipe), ranks)
+        found = load_companions(config_of(model, recipe=recipe), ranks, get_platform("cpu"))
         assert (found.reference is not None, found.critic is not None) == (reference, critic)
 
 
