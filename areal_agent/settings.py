@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from areal_agent.config import RunConfig, merge, read_mapping
 from areal_agent.errors import ConfigError
@@ -82,19 +83,21 @@ def main_script() -> Path | None:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """(name, default, help) of every setting, in the order of the config file."""
+    """(name, default, help) of every setting, in the order of the config file.
+
+    Defaults as a run without settings has them, the recipe's parts included.
+    """
     rows: list[tuple[str, str, str]] = []
 
-    def walk(model: Any, prefix: str) -> None:
-        for name, info in model.model_fields.items():
-            inner = info.annotation
-            if isinstance(inner, type) and hasattr(inner, "model_fields"):
-                walk(inner, f"{prefix}{name}.")
+    def walk(section: BaseModel, prefix: str) -> None:
+        for name, info in type(section).model_fields.items():
+            value = getattr(section, name)
+            if isinstance(value, BaseModel):
+                walk(value, f"{prefix}{name}.")
             else:
-                default = info.get_default(call_default_factory=True)
-                rows.append((f"{prefix}{name}", yaml_value(default), info.description or ""))
+                rows.append((f"{prefix}{name}", yaml_value(value), info.description or ""))
 
-    walk(RunConfig, "")
+    walk(RunConfig(), "")
     return rows
 
 
