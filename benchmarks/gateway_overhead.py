@@ -177,9 +177,9 @@ async def client(
     cell: Cell,
     seconds: float,
 ) -> None:
+    url, headers = await system.open(http)
     end = time.perf_counter() + seconds
     while True:
-        url, headers = await system.open(http)
         for sent, timed in make(p, stream, next(seeds)):
             if system.name == "engine(ids)":
                 sent = id_body(p, stream)

@@ -86,8 +86,8 @@ class Ledger:
     def append(self, *rows: Row) -> asyncio.Future[None]:
         """Queue rows, all or none; the future resolves once they are durable, or raises LedgerError.
 
-        Rows are written in the order of the calls. Not awaiting the future is allowed where nobody is
-        told of the row; a failure is then logged.
+        Rows are written in the order of the calls. Not awaiting the future is allowed; a failure is then
+        logged. Where nobody will ever wait, `note` is cheaper.
         """
         if self._closed:
             raise LedgerError(f"ledger {self.path} is closed")
@@ -111,6 +111,12 @@ class Ledger:
 
         self._queue.put((list(rows), from_thread))
         return done
+
+    def note(self, *rows: Row) -> None:
+        """As `append`, for rows that nobody waits for: the event loop is not woken. A failure is logged."""
+        if self._closed:
+            raise LedgerError(f"ledger {self.path} is closed")
+        self._queue.put((list(rows), _unseen))
 
     def _write(self) -> None:
         """The writer thread: take what is queued, commit it together, tell everyone."""
@@ -341,6 +347,10 @@ def _prepare(db: sqlite3.Connection, path: Path, sync: str) -> None:
             )
     except sqlite3.DatabaseError as e:
         raise ConfigError(f"cannot open the ledger {path}: {e}") from e
+
+
+def _unseen(error: BaseException | None) -> None:
+    """`_commit` has logged it."""
 
 
 def _log_if_unseen(done: asyncio.Future[None]) -> None:

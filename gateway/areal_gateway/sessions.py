@@ -306,7 +306,7 @@ class Sessions:
             return
         session.history.delivered.update(fresh)
         now = time.time()
-        self._ledger.append(*(delivery_row(c, now) for c in fresh))
+        self._ledger.note(*(delivery_row(c, now) for c in fresh))
 
     async def seal(self, session_id: str, outcome: Outcome, error: str | None) -> SessionHistory:
         """End a session: abort its calls, fold it, write that down. A second seal changes nothing."""
