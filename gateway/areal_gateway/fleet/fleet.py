@@ -419,6 +419,8 @@ class Fleet:
 
     async def _until(self, true: Callable[[], object], timeout_s: float) -> bool:
         """Wait until something that changed makes it true; False when time ran out."""
+        if true():  # nearly always, before every call: no timer for that
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not true():
