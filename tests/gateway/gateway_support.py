@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.config import RunConfig
-from areal_agent.errors import WeightUpdateError
+from areal_agent.errors import EngineError, WeightUpdateError
 from areal_gateway.app import create_app
 from areal_gateway.core import GATEWAY, Gateway
-from areal_gateway.fleet.types import Chunk, EngineSampling
+from areal_gateway.fleet.types import Chunk, EngineSampling, UnknownEngine
 from areal_gateway.ledger import Ledger
 from areal_gateway.tokens import QWEN3_TOKENS, Tokens
 
@@ -161,6 +161,14 @@ class ScriptedFleet:
         except (asyncio.CancelledError, GeneratorExit):
             asked.ended = "cancelled"
             raise
+
+    async def join(self, url: str) -> dict[str, Any]:
+        raise EngineError(f"nothing answers at {url}")
+
+    async def drain(self, id: str) -> dict[str, Any]:
+        raise UnknownEngine(f"no engine {id!r}")
+
+    leave = drain
 
     def status(self) -> dict[str, Any]:
         return {"engines": [], "version": self.version, "state": self.state, "error": None}
