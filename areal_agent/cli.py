@@ -11,13 +11,15 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 
 from areal_agent import fleet
-from areal_agent.errors import ArealError, ConfigError
+from areal_agent.errors import ArealError, ConfigError, GatewayError
 
 app = typer.Typer(
     name="areal-agent",
@@ -28,15 +30,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ScriptArg = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SCRIPT_OR_CONFIG",
-        help="A .py file that defines `agent` and `reward` (and may define `dataset`, `eval_dataset`, `model`, "
-        "`config`), or a .yaml file of settings with `agent: path.py:name` and `reward: path.py:name`.",
-        show_default=False,
-    ),
-]
+SCRIPT = typer.Argument(
+    metavar="SCRIPT_OR_CONFIG",
+    help="A .py file that defines `agent` and `reward` (and may define `dataset`, `eval_dataset`, `model`, "
+    "`config`), or a .yaml file of settings with `agent: path.py:name` and `reward: path.py:name`.",
+    show_default=False,
+)
 ModelOpt = Annotated[
     str | None, typer.Option("--model", metavar="FOLDER", help="Hugging Face model folder to start from.")
 ]
@@ -68,7 +67,7 @@ SetOpt = Annotated[
 
 @app.command()
 def train(
-    script: ScriptArg,
+    script: Annotated[Path | None, SCRIPT] = None,
     model: ModelOpt = None,
     dataset: DatasetOpt = None,
     eval_dataset: HeldOutOpt = None,
@@ -83,6 +82,14 @@ def train(
             "--resume", metavar="RUN_DIR", help="Go on with an interrupted run, under its settings."
         ),
     ] = None,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online",
+            help="Train on the traffic of a service that calls the gateway; the script is optional then, "
+            "its agent is only evaluated, where it has an eval_dataset.",
+        ),
+    ] = False,
     assignments: SetOpt = None,
 ) -> None:
     """Train the agent that SCRIPT_OR_CONFIG defines, on this machine.
@@ -93,6 +100,22 @@ def train(
     from areal_agent import script as scripts
     from areal_agent.train import train as run_training
 
+    if online:
+        _train_online(
+            scripts.load(script, needs_agent=False) if script else None,
+            {"trainer.steps": steps, "fleet.engines": _number(engines)},
+            model=model,
+            dataset=dataset,
+            eval_dataset=_number(eval_dataset),
+            run_dir=run_dir,
+            resume=resume,
+            assignments=assignments,
+        )
+        return
+    if script is None:
+        raise ConfigError(
+            "give a script that defines `agent` and `reward`, or --online for a service's traffic"
+        )
     job = scripts.load(script)
     if resume is not None:
         if any(v is not None for v in (model, steps, engines, run_dir)) or assignments:
@@ -116,9 +139,36 @@ def train(
     )
 
 
+def _train_online(
+    job: Any,
+    named: dict[str, Any],
+    *,
+    model: str | None,
+    dataset: str | None,
+    eval_dataset: Any,
+    run_dir: str | None,
+    resume: str | None,
+    assignments: list[str] | None,
+) -> None:
+    from areal_agent.train import train as run_training
+
+    held_out = eval_dataset or (job.part("eval_dataset") if job and job.agent else None)
+    evaluated = (job.agent, job.reward) if job and job.agent and held_out else (None, None)
+    tasks: dict[str, Any] = {"dataset": dataset, "eval_dataset": held_out}
+    if resume is not None:
+        if model or run_dir or assignments or any(v is not None for v in named.values()):
+            raise ConfigError(f"{resume} is resumed with its own settings; give no others beside --resume")
+        run_training(*evaluated, **tasks, resume=resume)
+        return
+    named = named | {"online.enabled": True} | ({} if job else {"name": "online"})
+    config = _settings(job, assignments, named, run_dir)
+    config.model = model or config.model or str((job.part("model") if job else None) or "")
+    run_training(*evaluated, **tasks, config=config)
+
+
 @app.command("eval")
 def evaluate(
-    script: ScriptArg,
+    script: Annotated[Path, SCRIPT],
     model: ModelOpt = None,
     dataset: Annotated[
         str | None,
@@ -216,6 +266,38 @@ def export(
 
 
 @app.command()
+def trajectories(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            metavar="NAME=VALUE",
+            help="Only calls that carry this label have loss, sessions without one are left out; repeatable.",
+        ),
+    ] = None,
+    purpose: Annotated[
+        str, typer.Option("--purpose", help="Of the sessions: train, eval or rollout.")
+    ] = "train",
+) -> None:
+    """Print a run's sealed sessions as JSON lines, token by token; the run may be going on."""
+    from areal_agent import checks
+
+    labels: dict[str, list[str]] = {}
+    for text in label or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--label {text}: it must look like role=solver")
+        labels.setdefault(name, []).append(value)
+    if purpose not in ("train", "eval", "rollout"):
+        raise ConfigError(f"--purpose {purpose}: it must be train, eval or rollout")
+    checks.installed(trainer=False)
+    for chunk in _exported(run_dir, labels, purpose):
+        sys.stdout.buffer.write(chunk)
+    sys.stdout.flush()
+
+
+@app.command()
 def config(
     name: Annotated[
         str | None,
@@ -247,6 +329,32 @@ def version() -> None:
                 continue
         else:
             typer.echo(f"{names[0]} not installed")
+
+
+def _exported(run_dir: Path, labels: dict[str, list[str]], purpose: str) -> Iterator[bytes]:
+    """From the run's gateway where it answers, which has the ledger to itself; else from the ledger."""
+    from areal_agent.rundir import RunDir
+    from areal_agent.tls import client_context
+
+    run = RunDir(run_dir)
+    if info := run.read("gateway.json"):
+        query = [("purpose", purpose), *((f"label.{k}", v) for k, vs in labels.items() for v in vs)]
+        request: dict[str, Any] = {
+            "url": f"{info['url']}/admin/trajectories/export",
+            "params": query,
+            "headers": {"authorization": f"Bearer {run.admin_key()}"},
+            "trust_env": False,
+            "verify": client_context(info["url"]),
+        }
+        try:
+            with httpx.stream("GET", **request) as answer:
+                if answer.is_error:
+                    raise GatewayError(f"the gateway refused the export: {answer.read().decode()[:300]}")
+                yield from answer.iter_bytes()
+                return
+        except httpx.ConnectError:
+            pass  # it was killed, and left its address behind
+    yield from importlib.import_module("areal_gateway.export").of_run(run_dir, labels, purpose)
 
 
 def _announce(folder: Any) -> None:

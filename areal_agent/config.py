@@ -29,13 +29,18 @@ class Section(BaseModel):
 
 
 class SamplingConfig(Section):
-    """How the policy is sampled while training; pinned at the gateway whatever the agent asks for."""
+    """How the policy is sampled while training; pinned at the gateway, unless the agent may choose."""
 
     temperature: float = Field(default=1.0, gt=0, description="softmax temperature of training rollouts")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass kept")
     top_k: int = Field(default=0, ge=0, description="candidates kept; 0 keeps all")
     max_tokens: int | None = Field(default=None, gt=0, description="most tokens a single reply may have")
     seed: int | None = Field(default=None, description="makes sampling repeatable per session and call")
+    pinned: bool = Field(
+        default=True,
+        description="this holds, whatever a call asks. false: a call's own temperature, top_p and top_k hold, save in "
+        "evaluation; one that is greedy or cuts the distribution is context, never trained",
+    )
 
 
 class RolloutConfig(Section):
@@ -85,7 +90,9 @@ class RewardsConfig(Section):
 class OnlineConfig(Section):
     """Somebody else's service as the agent: one project key, sessions found by header or conversation."""
 
-    enabled: bool = Field(default=False, description="accept calls under RUN_DIR/project.key")
+    enabled: bool = Field(
+        default=False, description="accept calls under RUN_DIR/project.key, and train on them"
+    )
     idle_timeout_s: float = Field(
         default=600.0, gt=0, description="an online session without a call for this long is sealed"
     )
@@ -149,7 +156,9 @@ class TrainerConfig(Section):
         gt=0,
         description="a leased batch returns when its trainer was not heard of for this long",
     )
-    wait_s: float = Field(default=600.0, gt=0, description="stop when no batch became ready for this long")
+    wait_s: float = Field(
+        default=600.0, gt=0, description="stop when no batch became ready for this long; online: no limit"
+    )
     checkpoint_every: int = Field(
         default=10, ge=0, description="steps between checkpoints; 0: only at the end"
     )

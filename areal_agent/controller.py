@@ -20,7 +20,7 @@ from areal_agent.config import RunConfig
 from areal_agent.dataset import Item, passes
 from areal_agent.episode import Episode, EpisodeRunner, is_sealed
 from areal_agent.errors import AgentError, ArealError, RewardError
-from areal_agent.session import Purpose
+from areal_agent.session import CONSTRAINED, Purpose
 from areal_agent.staleness import Admission
 
 log = logging.getLogger("areal_agent")
@@ -259,6 +259,10 @@ class RolloutController:
         if self._void_sessions > bound:
             if self._episodes.silence and all(e.sealed.calls_total == 0 for e in group.episodes):
                 raise AgentError(self._episodes.silence)
+            if all(e.sealed.all_constrained for e in group.episodes):
+                raise AgentError(
+                    f"{self._void_sessions} sessions in a row gave nothing to train on: {CONSTRAINED}"
+                )
             unrewarded = sum(e.reward is None for e in group.episodes)
             raise AgentError(
                 f"{self._void_sessions} sessions in a row gave nothing to train on; of the last "

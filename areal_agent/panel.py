@@ -205,9 +205,13 @@ def report(summary: Mapping[str, Any]) -> str:
 
     tasks = (summary.get("eval_after") or summary.get("eval_before") or {}).get("tasks", 0)
     gap = summary.get("logprob_gap_max")
+    constrained = summary.get("calls_constrained")
     lines = [
         ("reward", f"{mean('before')} -> {mean('after')}")
         if tasks
+        else ("reward", f"{number(summary['reward_first_step'])} -> {number(summary['reward_last_step'])}, of the "
+                        "service, in the first and the last step")
+        if "reward_first_step" in summary
         else ("reward", "not measured (no held-out tasks)"),
         ("held-out tasks", number(tasks)),
         ("steps", f"{number(summary['steps'])}, final version {number(summary['final_version'])}"),
@@ -216,7 +220,8 @@ def report(summary: Mapping[str, Any]) -> str:
         ("staleness, most", number(summary["staleness_max"])),
         ("logprob gap, most", "–" if gap is None else f"{gap:.1e}"),
         ("calls", f"{number(summary['calls_total'])}, {number(summary['calls_incomplete'])} incomplete, "
-                  f"{number(summary['multi_version_calls'])} lived through an update"),
+                  + (f"{constrained:,} constrained (never trained), " if constrained else "")
+                  + f"{number(summary['multi_version_calls'])} lived through an update"),
         ("checkpoint", str(summary["checkpoint"] or "–")),
         ("run folder", str(summary["run_dir"])),
     ]  # fmt: skip

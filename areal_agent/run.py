@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from areal_agent import panel
+from areal_agent import online, panel
 from areal_agent.agents import AgentRunner
 from areal_agent.config import RunConfig
 from areal_agent.controller import EvalResult, Group, RolloutController, gather, unwrap
@@ -27,7 +27,7 @@ from areal_agent.observe import client_environment, observe, release_connections
 from areal_agent.rewards.runner import RewardRunner
 from areal_agent.rundir import RunDir
 from areal_agent.runlog import RunLog
-from areal_agent.session import GatewayClient
+from areal_agent.session import CONSTRAINED, GatewayClient
 
 log = logging.getLogger("areal_agent")
 
@@ -54,8 +54,12 @@ class Run:
         folder: RunDir | None = None,
         services: Callable[[RunDir, RunConfig], Services] | None = None,
     ) -> None:
-        """Raises ConfigError when the agent or the reward cannot be called as they must, or no folder made."""
-        self._agent = AgentRunner(agent)
+        """Args:
+            agent: None for an online run that evaluates nothing.
+
+        Raises ConfigError when the agent or the reward cannot be called as they must, or no folder made.
+        """
+        self._agent = None if agent is None else AgentRunner(agent)
         self._reward = None if reward is None else RewardRunner(reward, config.rollout.reward_timeout_s)
         self.folder = folder or RunDir.create(config)
         self.config = config.model_copy(update={"run_dir": str(self.folder.path)})
@@ -75,6 +79,9 @@ class Run:
         self._status: dict[str, Any] = {}
         self._rates: list[tuple[float, int]] = []
         self._finished: Counter[str] = Counter(trained=0, void=0)
+        self._online = config.online.enabled
+        self._say_next = 0.0
+        self._constrained = False
 
     async def __aenter__(self) -> Run:
         stack = self._stack
@@ -89,20 +96,27 @@ class Run:
                 stack.push_async_callback(self._gateway.aclose)
                 await self._services.watch(self._services.engines_ready(self._gateway))
             stack.enter_context(client_environment(self._gateway.url))
-            self._episodes = EpisodeRunner(
-                self._gateway,
-                self._agent,
-                self._reward,
-                session_timeout_s=self.config.rollout.session_timeout_s,
-                reward_timeout_s=self.config.rollout.reward_timeout_s,
-                concurrency=self.config.rollout.concurrency + self.config.eval.concurrency,
-            )
-            self._controller = RolloutController(self._episodes, self.config, on_group=self._note_group)
+            if self._agent is not None:
+                self._prepare_sessions(self._agent)
+            if self._online:
+                self.remark(online.invitation(self._gateway.url, self.folder.path / "project.key"))
             await self._look()
         except BaseException:
             await stack.aclose()
             raise
         return self
+
+    def _prepare_sessions(self, agent: AgentRunner) -> None:
+        rollout = self.config.rollout
+        self._episodes = EpisodeRunner(
+            self._gateway,
+            agent,
+            self._reward,
+            session_timeout_s=rollout.session_timeout_s,
+            reward_timeout_s=rollout.reward_timeout_s,
+            concurrency=rollout.concurrency + self.config.eval.concurrency,
+        )
+        self._controller = RolloutController(self._episodes, self.config, on_group=self._note_group)
 
     async def __aexit__(self, *_: object) -> None:
         self._progress.phase = "stopping"
@@ -148,8 +162,9 @@ class Run:
         """Go on where an interrupted run was: returns once the engines hold its newest training state."""
         version = self.folder.resumable_version()
         with self.phase("resuming the trainer"):
-            states = await self._gateway.take_over(version)
-            self._controller.resume(states)
+            states = await self._gateway.take_over(version, abandon=not self._online)
+            if not self._online:
+                self._controller.resume(states)
             await self._services.start_trainer(self._gateway, resume=True)
             await self._services.watch(self._until(version))
         log.warning("resumed at version %d with %d groups in the ledger", version, len(states))
@@ -169,7 +184,7 @@ class Run:
         await self._look()
 
     async def train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
-        """Rollouts until the trainer ends; returns the trainer's own summary."""
+        """Rollouts (online: the service's) until the trainer ends; returns the trainer's own summary."""
         self._progress.training_since = time.monotonic()
         with self.phase("training"):
             return await self._services.watch(self._train(training, held_out))
@@ -199,16 +214,14 @@ class Run:
             "multi_version_calls": status.get("multi_version_calls"),
             "calls_total": calls.get("total"),
             "calls_incomplete": calls.get("incomplete"),
+            "calls_constrained": calls.get("constrained"),
             "checkpoint": trainer.get("checkpoint"),
             "eval_before": before.summary() if before else None,
             "eval_after": after.summary() if after else None,
             "calls": calls,
             "tokens_sampled": status.get("tokens_sampled"),
-            "sessions": dict(self._episodes.outcomes),
-            "sessions_without_calls": self._episodes.silent,
             "rewards": dict(self._reward.counts) if self._reward else {},
-            "rewards_late": self._episodes.late,
-            "groups": dict(self._finished),
+            **self._counted_sessions(status),
             "engines": engines_by_state(status),
             "seconds": {name: round(s, 3) for name, s in self._seconds.items()},
             "run_dir": str(self.folder.path),
@@ -216,20 +229,40 @@ class Run:
         self.folder.write("summary.json", summary)
         return summary
 
+    def _counted_sessions(self, status: dict[str, Any]) -> dict[str, Any]:
+        if self._online:
+            steps = self._progress.rewards
+            return {
+                "sessions": status.get("sessions") or {},
+                "groups": status.get("groups") or {},
+                "reward_first_step": steps[0] if steps else None,
+                "reward_last_step": steps[-1] if steps else None,
+            }
+        return {
+            "sessions": dict(self._episodes.outcomes),
+            "sessions_without_calls": self._episodes.silent,
+            "rewards_late": self._episodes.late,
+            "groups": dict(self._finished),
+        }
+
     async def _train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
         try:
             async with asyncio.TaskGroup() as group:
-                work = [
-                    group.create_task(self._controller.train(training)),
-                    group.create_task(self._follow(held_out)),
-                ]
-                finished = await self._services.trainer_finished()
+                work = [group.create_task(self._follow(held_out))]
+                if not self._online:
+                    work.append(group.create_task(self._controller.train(training)))
+                with online.ctrl_c(self._stop) if self._online else contextlib.nullcontext():
+                    finished = await self._services.trainer_finished()
                 for task in work:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise unwrap(errors) from unwrap(errors).__cause__
         await self._look()
         return finished
+
+    def _stop(self) -> None:
+        """In a signal's handler: it may not print."""
+        self.folder.stop_path.touch()
 
     async def _evaluate(self, items: Sequence[Item], when: str) -> EvalResult:
         step = self._progress.step
@@ -252,6 +285,8 @@ class Run:
             running: asyncio.Task[Any] | None = None
             while True:
                 await self._look()
+                if self._online:
+                    self._say_waiting()
                 step = self._progress.step
                 due = every and step // every > seen // every and step < self._progress.steps
                 if due and held_out and (running is None or running.done()):
@@ -290,18 +325,43 @@ class Run:
         p.tokens_per_s = (p.tokens - tokens) / (now - first) if now > first else 0.0
         if isinstance(p.trainer.get("staleness"), (int, float)):
             p.staleness = int(p.trainer["staleness"])
-        version = int(status.get("version") or 0)
-        if version > p.step:
-            p.step = version
-            self._finish_step(version)
-            self._controller.see_version(version)
+        # Online a step is told when its numbers are there, a moment after its version: there are no others.
+        source = p.trainer.get("step") if self._online else status.get("version")
+        if (step := int(source or 0)) > p.step:
+            p.step = step
+            self._finish_step(step)
+            if not self._online:
+                self._controller.see_version(step)
+
+    def _say_waiting(self) -> None:
+        """Online: into the panel at every look, into a log now and then."""
+        p, now = self._progress, time.monotonic()
+        stopping = self.folder.stop_path.exists()
+        fresh = (
+            "stopping after the batch it is at"
+            if stopping
+            else online.waiting_for(self._status, self.config.rollout.groups_per_step)
+        )
+        news, p.phase = stopping and p.phase != fresh, fresh
+        if news or now >= self._say_next:
+            self._say_next = now + online.SAY_S
+            self._view.phase()
 
     def _note_group(self, group: Group) -> None:
+        if not self._constrained and all(e.sealed.all_constrained for e in group.episodes):
+            self._constrained = True
+            self.remark([CONSTRAINED])
         self._finished["void" if group.void else "trained"] += 1
         self._recent.append(group)
         self._fresh.append(group)
 
     def _finish_step(self, step: int) -> None:
+        if self._online:
+            if isinstance(reward := self._progress.trainer.get("reward_mean"), (int, float)):
+                self._progress.rewards.append(float(reward))
+            self._log.step(step, {"tokens_per_s": self._progress.tokens_per_s})
+            self._view.step()
+            return
         groups, self._fresh = self._fresh, []
         rewards = [r for g in self._recent for r in g.rewards]
         episodes = [e for g in groups for e in g.episodes]

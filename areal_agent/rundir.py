@@ -1,7 +1,7 @@
 """The run folder: every file of a run has one place, and a reader never sees half of one.
 
 config.json admin.key gateway.json trainer.json summary.json metrics.jsonl evals.jsonl
-ledger.sqlite checkpoints/ state/ logs/ tensorboard/
+ledger.sqlite checkpoints/ state/ logs/ tensorboard/; online also project.key, and `stop` once it is asked to end
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class RunDir:
     def state_path(self) -> Path:
         """Folder of the training states a run can be resumed from."""
         return self.path / "state"
+
+    @property
+    def stop_path(self) -> Path:
+        """A file that asks the trainer to end well: after the batch it is at, with a checkpoint."""
+        return self.path / "stop"
 
     def resumable_version(self) -> int:
         """The version of the newest training state; 0 where there is none, which is the model itself."""

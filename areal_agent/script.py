@@ -32,16 +32,19 @@ class Job:
         config: settings given by it, to be laid over areal.yaml.
     """
 
-    def __init__(self, path: Path, parts: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, parts: Mapping[str, Any], config: Mapping[str, Any], *, needs_agent: bool = True
+    ) -> None:
         self.path = path
         self.config = dict(config)
         self._parts = parts
-        if parts.get("agent") is None:
+        if needs_agent and parts.get("agent") is None:
             raise ConfigError(f"{path} defines no `agent`; write `async def agent(task): ...` in it")
 
     @property
     def agent(self) -> Any:
-        return self._parts["agent"]
+        """None where the job needs none."""
+        return self._parts.get("agent")
 
     @property
     def reward(self) -> Any:
@@ -59,8 +62,8 @@ class Job:
         return value() if callable(value) else value
 
 
-def load(path: str | Path) -> Job:
-    """Raises ConfigError when it cannot be read, fails to run, or lacks an agent."""
+def load(path: str | Path, *, needs_agent: bool = True) -> Job:
+    """Raises ConfigError when it cannot be read, fails to run, or lacks an agent that is needed."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
@@ -71,13 +74,13 @@ def load(path: str | Path) -> Job:
         module = run_script(path)
         parts = {k: getattr(module, k) for k in ("agent", "reward", "dataset", "eval_dataset", "model")
                  if hasattr(module, k)}  # fmt: skip
-        return Job(path, parts, as_mapping(getattr(module, "config", None)))
+        return Job(path, parts, as_mapping(getattr(module, "config", None)), needs_agent=needs_agent)
     if path.suffix in YAML:
         values = read_mapping(path)
         parts = {k: _named(values.pop(k), path, k) for k in JOB_KEYS if k in values}
         if isinstance(values.get("model"), str) and values["model"]:
             values["model"] = str(path.parent / values["model"])
-        return Job(path, parts, values)
+        return Job(path, parts, values, needs_agent=needs_agent)
     raise ConfigError(f"{path} is neither a .py script nor a .yaml file")
 
 

@@ -28,6 +28,13 @@ RETRIES = 3
 RETRY_PAUSE_S = 0.2
 
 
+CONSTRAINED = (
+    "every call of a whole group was constrained (a JSON format, a forced tool, a greedy or cut distribution), and "
+    "such calls are never trained: if the agent only makes those, nothing is learned. gateway.constrain: false "
+    "serves them unconstrained and trains them; sampling.pinned: true keeps the sampling the run's"
+)
+
+
 class AdminHttp(httpx.AsyncClient):
     """The admin plane's own transport; `observe` leaves it alone, whatever session the caller is in."""
 
@@ -54,6 +61,11 @@ class Sealed:
     @property
     def calls_total(self) -> int:
         return sum(self.calls.values())
+
+    @property
+    def all_constrained(self) -> bool:
+        """Whether every call was sampled under a constraint, so that nothing of it can be trained."""
+        return 0 < self.calls_total == self.calls.get("constrained", 0)
 
     @property
     def trainable(self) -> bool:
@@ -211,12 +223,14 @@ class GatewayClient:
         """Version, fleet, counts of calls, sessions and groups, the trainer's last metrics."""
         return await self.get("/admin/status")
 
-    async def take_over(self, version: int) -> dict[str, str]:
+    async def take_over(self, version: int, *, abandon: bool = True) -> dict[str, str]:
         """For a resumed run, before anything is opened: the state of every training group, by id.
 
-        The gateway rewinds its leases to `version` and gives up what the earlier run left open.
+        The gateway rewinds its leases to `version` and, with `abandon`, gives up what the earlier run left
+        open (what a service began, it may go on with).
         """
-        await self.post("/admin/groups/abandon", {}, repeat=True)
+        if abandon:
+            await self.post("/admin/groups/abandon", {}, repeat=True)
         await self.post("/admin/trajectories/rewind", {"version": version}, repeat=True)
         return dict((await self.get("/admin/groups"))["groups"])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_agent import checks
+from areal_agent import checks, online
 from areal_agent import dataset as data
 from areal_agent.controller import EvalResult, Group
 from areal_agent.errors import ArealError, ConfigError
@@ -48,10 +48,10 @@ class TrainResult:
 
 
 def train(
-    agent: Any,
-    reward: Reward | None,
+    agent: Any = None,
+    reward: Reward | None = None,
     *,
-    dataset: Any,
+    dataset: Any = None,
     eval_dataset: Any = None,
     model: str | Path | None = None,
     config: ConfigLike = None,
@@ -62,16 +62,23 @@ def train(
 
     Args:
         agent: agent(task) sync or async, which may also take session=, base_url=, api_key= or http_client=;
-            an object with `async def run(self, data, **extra_kwargs)`; or a Command.
+            an object with `async def run(self, data, **extra_kwargs)`; or a Command. None: the run is online,
+            see below.
         reward: reward(task, result) -> float, int, bool or None (missing), sync or async, which may also take
             session= or trajectory=. None: rewards come from the agent itself over POST /v1/rewards.
-        dataset: list of JSON objects, or a path to .jsonl, .json or .parquet.
+        dataset: list of JSON objects, or a path to .jsonl, .json or .parquet. None in an online run.
         eval_dataset: held-out tasks, likewise; or a fraction of `dataset` to split off; or None.
         model: Hugging Face folder the policy starts from.
         config: RunConfig, mapping, or path; what is not passed comes from areal.yaml next to the script.
         run_dir: where the run is kept; by default runs/NAME-TIME.
         resume: folder of an interrupted run to go on with, under the settings it has; then neither model,
             config nor run_dir is given. Agent, reward and data have to be those it was started with.
+
+    Online (without an agent, or with `online.enabled`) somebody's service is the agent: it calls the gateway at
+    the URL that is printed, under the key in RUN_DIR/project.key, and posts rewards to /v1/rewards; a batch
+    is trained whenever enough cohorts of its conversations are whole, however long that takes. The run ends
+    after `trainer.steps` or at Ctrl-C, in both cases with a checkpoint. An agent, where one is given, is only
+    evaluated, on `eval_dataset`.
 
     Raises:
         ArealError: one of its kinds, as a sentence, when the input cannot be used or the run failed.
@@ -92,10 +99,10 @@ def train(
 
 
 async def atrain(
-    agent: Any,
-    reward: Reward | None,
+    agent: Any = None,
+    reward: Reward | None = None,
     *,
-    dataset: Any,
+    dataset: Any = None,
     eval_dataset: Any = None,
     model: str | Path | None = None,
     config: ConfigLike = None,
@@ -112,12 +119,17 @@ async def atrain(
                 f"{folder.path} is resumed with its own settings; give no model, config or run_dir"
             )
         settings = folder.read_config()
-    training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
+    if online.settle(settings, agent, reward, dataset, eval_dataset):
+        training, held_out = [], [] if eval_dataset is None else data.load(eval_dataset, "eval_dataset")
+        remarks = []
+    else:
+        training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
+        remarks = list(data.remarks(training, held_out))
     checks.before_start(settings, trainer=True)
     settings.fleet.engines, why = plan_engines(settings)
 
     async with Run(settings, agent, reward, folder=folder) as run:
-        run.remark([f"engines: {settings.fleet.engines} ({why})", *data.remarks(training, held_out)])
+        run.remark([f"engines: {settings.fleet.engines} ({why})", *remarks])
         before = None
         if folder is None:
             before = await run.evaluate(held_out[: settings.eval.tasks], "before training")

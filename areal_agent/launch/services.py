@@ -100,6 +100,7 @@ class Services:
 
         resume: go on from the run's newest training state.
         """
+        self.run.stop_path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(self.config.trainer.ranks)]
         command += ["-m", "areal_trainers.main", "--run-dir", str(self.run.path)]

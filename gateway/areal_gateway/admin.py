@@ -18,11 +18,11 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from areal_agent.errors import EngineError, GatewayError, WeightUpdateError
-from areal_agent.trajectory import Trajectory
 from areal_agent.weights import DISK, Manifest
-from areal_agent.wire import CALL_COLUMNS, MEDIA_TYPE, pack
+from areal_agent.wire import MEDIA_TYPE, pack
 from areal_gateway import auth
 from areal_gateway.core import Gateway
+from areal_gateway.export import lines, sequences
 from areal_gateway.feedback import give
 from areal_gateway.fields import bad, choice, integer, labels, mapping, number, text
 from areal_gateway.fleet.types import EngineSampling, UnknownEngine
@@ -53,6 +53,7 @@ def routes(app: web.Application) -> None:
     admin("GET", "/admin/sessions/{id}", inspect_session)
     admin("POST", "/admin/sessions/{id}/rewards", reward_session)
     admin("POST", "/admin/sessions/{id}/seal", seal_session)
+    admin("GET", "/admin/trajectories/export", export)
     admin("POST", "/admin/trajectories/lease", lease)
     admin("POST", "/admin/trajectories/ack", ack)
     admin("POST", "/admin/trajectories/nack", nack)
@@ -180,7 +181,7 @@ async def inspect_session(gateway: Gateway, request: web.Request) -> web.Respons
     body["last_error"] = open_session.last_error if open_session else None
     if request.query.get("trajectory", "0") not in ("0", "", "false"):
         trajectory = await asyncio.to_thread(fold, history, body["reward"], credit)
-        body["sequences"] = _sequences(trajectory)
+        body["sequences"] = sequences(trajectory)
     return answer(body)
 
 
@@ -210,21 +211,6 @@ def _call(call: CallRecord, history: SessionHistory) -> dict[str, Any]:
         "started_at": call.started_at,
         "ended_at": call.ended_at,
     }
-
-
-def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
-    return [
-        {
-            "token_ids": list(s.token_ids),
-            "logprobs": list(s.logprobs),
-            "versions": list(s.versions),
-            "loss_mask": list(s.loss_mask),
-            "temperature": s.temperature,
-            "reward": s.reward,
-            **{name: list(getattr(s, name)) for name in CALL_COLUMNS},
-        }
-        for s in trajectory.sequences
-    ]
 
 
 async def reward_session(gateway: Gateway, request: web.Request) -> web.Response:
@@ -305,6 +291,25 @@ async def abandon(gateway: Gateway, request: web.Request) -> web.Response:
     for session_id in sessions:
         await gateway.sessions.seal(session_id, Outcome.FAILED, ABANDONED)
     return answer({"groups": given_up, "sessions": len(sessions)})
+
+
+async def export(gateway: Gateway, request: web.Request) -> web.StreamResponse:
+    """?purpose=train&label.NAME=VALUE (repeatable) -> JSON lines of the sealed sessions, streamed; see export.py."""
+    query = request.query
+    wanted: dict[str, list[str]] = {}
+    for name in sorted(set(query)):
+        if name.startswith("label.") and name != "label.":
+            wanted[name.removeprefix("label.")] = query.getall(name)
+        elif name != "purpose":
+            raise bad(f"{name!r:.60} is no filter; known are purpose and label.NAME")
+    purpose = choice(dict(query), "purpose", PURPOSES, "train")
+    found = lines(gateway.ledger, gateway.sessions.credit, labels=wanted, purpose=purpose)
+    response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+    await response.prepare(request)
+    while (line := await asyncio.to_thread(next, found, None)) is not None:
+        await response.write(line)
+    await response.write_eof()
+    return response
 
 
 # -- weights ---------------------------------------------------------------------------------------

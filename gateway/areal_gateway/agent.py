@@ -26,6 +26,7 @@ from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_
 from areal_gateway.online import Online
 from areal_gateway.prepare import settle
 from areal_gateway.sessions import Session
+from areal_gateway.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,9 @@ def completions(dialect: Dialect) -> Handler:
         try:
             body = await read_json(request)
             asked = with_labels(dialect.read(body, caller), request)
-            asked = settle(gateway.tokens, asked, constrain=gateway.config.gateway.constrain)
+            config = gateway.config
+            wishes = None if config.sampling.pinned else Wishes.of(body, dialect.fields)
+            asked = settle(gateway.tokens, asked, constrain=config.gateway.constrain, wishes=wishes)
             digest = digest_of(dialect.name, body)
             if isinstance(caller, Online):
                 session = await caller.session_for(asked, digest, request)

@@ -223,8 +223,8 @@ class Calls:
             state = CallState.TRUNCATED if sampled.finish == "length" else CallState.COMPLETE
             if reason:
                 state = CallState.INCOMPLETE
-            elif request.constraint is not None:
-                state, reason = CallState.CONSTRAINED, request.constraint.reason
+            elif prepared.context_only is not None:
+                state, reason = CallState.CONSTRAINED, prepared.context_only
         except TimeoutError:
             reason = f"no whole reply within {self._timeout_s:g} s"
             error = GatewayError(f"{reason}; raise fleet.call_timeout_s", status=504, code="call_timeout")

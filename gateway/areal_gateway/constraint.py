@@ -20,6 +20,9 @@ from areal_gateway.tokens import ReplySyntax
 
 Format = dict[str, Any]
 
+THOUGHTS = ("<think>", "</think>")
+CALLS = ("<tool_call>", "</tool_call>")
+
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -53,6 +56,9 @@ class Constraint:
         `tools` are those that the reply may call, none where it is read without calls.
         """
         if not syntax.known or (tools and not syntax.json_calls):
+            return None
+        markup = (THOUGHTS if syntax.thinks else ()) + (CALLS if tools else ())
+        if any(token not in syntax.ids for token in markup):
             return None
         if self.forced is not None:
             if not self.forced:

@@ -83,7 +83,7 @@ class Gateway:
         self.metrics = Metrics()
         self.metrics.registry.register(FleetCollector(fleet.status))
         credit = Credit.of(config)
-        self.leases = Leases(ledger, events, self.metrics, credit)
+        self.leases = Leases(ledger, events, self.metrics, credit, shed=config.online.enabled)
         self.sessions = Sessions(
             ledger,
             events,

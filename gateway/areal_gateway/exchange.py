@@ -18,6 +18,7 @@ from areal_agent.errors import GatewayError
 from areal_gateway.constraint import Constraint
 from areal_gateway.records import REPLIED, CallRecord
 from areal_gateway.reply import Delta, deltas_of
+from areal_gateway.wishes import Wishes
 
 if TYPE_CHECKING:
     from areal_gateway.sessions import Session
@@ -64,6 +65,7 @@ class CallRequest:
     that the client says it continues, which decides among calls that said the same. `prompts`: instead of
     messages, raw prompts, each of which makes `n` calls; their replies are plain text. `top_logprobs`: how many
     of the likeliest tokens to tell at each position. `constraint`: what a reply may be, None where it is free.
+    `wishes`: the sampling it may choose, None where the run pins it.
     `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
 
@@ -81,6 +83,7 @@ class CallRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     constraint: Constraint | None = None
+    wishes: Wishes | None = None
     ignored: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
     after: str | None = None

@@ -4,6 +4,10 @@ Invariant: while a trainer asks for at most η versions of staleness, no token i
 than η versions before the version it is given at. Nothing is dropped to achieve this: a lease waits for
 the groups that would otherwise exceed η at the next version, and takes them (oldest first).
 
+Where others admit the sessions (online mode: `shed`), no formula bounds how many there are, and a
+conversation may last for hours. A lease then waits for nobody in particular: it takes the oldest groups that
+are ready, exactly as many as were asked for, and a group that is ready too late is void, and said to be.
+
 A trainer that resumes from a checkpoint has lost the versions after it. It *rewinds* to the checkpoint's
 version: the batches leased at that version or later are undone and given out again, the same groups in the
 same order, before anything else. Retraining them makes the lost versions again, bit for bit, so the versions
@@ -47,9 +51,16 @@ class Leases:
     """Who trains what. All methods run on the event loop."""
 
     def __init__(
-        self, ledger: Ledger, events: EventBus, metrics: Metrics, credit: Credit | None = None
+        self,
+        ledger: Ledger,
+        events: EventBus,
+        metrics: Metrics,
+        credit: Credit | None = None,
+        *,
+        shed: bool = False,
     ) -> None:
         self._credit = credit or Credit()
+        self._shed = shed
         self._ledger = ledger
         self._events = events
         self._metrics = metrics
@@ -152,7 +163,8 @@ class Leases:
             if self._again:
                 return await self._grant(tuple(self._groups[g] for g in self._again[0]), now, lease_s)
             self._void_stale(max_staleness, now)
-            choice = choose(list(self._groups.values()), want=want, max_staleness=max_staleness, version=now)
+            bound = None if self._shed else max_staleness
+            choice = choose(list(self._groups.values()), want=want, max_staleness=bound, version=now)
             if choice.groups:
                 self._starving = None
                 return await self._grant(choice.groups, now, lease_s)
@@ -177,7 +189,10 @@ class Leases:
             log.info("the trainer waits, at version %d, for %s", version, choice.waiting_for)
 
     def _void_stale(self, max_staleness: int | None, version: int) -> None:
-        """Never happens while admission keeps to its formula; a lease that was lost may cause it."""
+        """Never happens while admission keeps to its formula; a lease that was lost may cause it.
+
+        With `shed` it is how traffic that is more than the trainer can take is left out.
+        """
         if max_staleness is None:
             return
         for group in [

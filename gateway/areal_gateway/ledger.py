@@ -52,7 +52,10 @@ GROUP_LIMIT = 1024
 
 
 class LedgerError(ArealError):
-    """The ledger could not be written or read; nothing that depends on the row may be acknowledged."""
+    """The ledger could not be written or read; nothing that depends on the row may be acknowledged.
+
+    Its message is shown to agents as well, and names no path.
+    """
 
 
 _Item = tuple[list[Row], Callable[[BaseException | None], None]]
@@ -90,7 +93,7 @@ class Ledger:
         logged. Where nobody will ever wait, `note` is cheaper.
         """
         if self._closed:
-            raise LedgerError(f"ledger {self.path} is closed")
+            raise LedgerError("the ledger is closed")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         done.add_done_callback(_log_if_unseen)
@@ -101,7 +104,7 @@ class Ledger:
             if error is None:
                 done.set_result(None)
             else:
-                done.set_exception(LedgerError(f"cannot write to the ledger {self.path}: {error}"))
+                done.set_exception(LedgerError(f"cannot write to the ledger: {error}"))
 
         def from_thread(error: BaseException | None) -> None:
             try:
@@ -188,7 +191,7 @@ class Ledger:
             try:
                 return self._reader.execute(sql, tuple(values)).fetchall()
             except sqlite3.Error as e:
-                raise LedgerError(f"cannot read the ledger {self.path}: {e}") from e
+                raise LedgerError(f"cannot read the ledger: {e}") from e
 
     def sessions(
         self, group_ids: Iterable[str] | None = None

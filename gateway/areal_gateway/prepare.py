@@ -1,6 +1,7 @@
 """Where a request belongs, which ids it becomes, and how it is sampled: all that is decided before it runs.
 
-Invariant: preparing changes nothing. The sampling is the session's, whatever the request says.
+Invariant: preparing changes nothing. The sampling is the session's, unless the run lets requests decide
+(`sampling.pinned: false`); a call whose logprobs the trainer could not compute is then context only.
 """
 
 from __future__ import annotations
@@ -16,20 +17,31 @@ from areal_gateway.records import Sampling, ints
 from areal_gateway.sessions import Session
 from areal_gateway.tokens import Tokens
 from areal_gateway.tree import Attachment, Cause, conversation
+from areal_gateway.wishes import Wishes
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Where a request belongs and what it asks of the engine. Making one changed nothing."""
+    """Where a request belongs and what it asks of the engine. Making one changed nothing.
+
+    `context_only`: why its replies are not trained, None where they are.
+    """
 
     attachment: Attachment
     prompt_ids: list[int]
     shared: int
     sampling: EngineSampling
+    context_only: str | None = None
 
 
-def settle(tokens: Tokens, request: CallRequest, *, constrain: bool) -> CallRequest:
-    """The request without a constraint that cannot be kept (or may not, `constrain` False), which it then says."""
+def settle(
+    tokens: Tokens, request: CallRequest, *, constrain: bool, wishes: Wishes | None = None
+) -> CallRequest:
+    """The request without a constraint that cannot be kept (or may not, `constrain` False), which it then says,
+    and with the sampling it wishes where it may."""
+    if wishes is not None:
+        ignored = tuple(name for name in request.ignored if name not in wishes.names)
+        request = replace(request, wishes=wishes, ignored=ignored)
     constraint = request.constraint
     if constraint is None or (constrain and _structured_outputs(tokens, request)):
         return request
@@ -83,18 +95,23 @@ def ready(tokens: Tokens, session: Session, request: CallRequest, placed: Placed
     if room < 1:
         raise ContextLengthError(len(prompt_ids), tokens.context)
     pinned = session.record.sampling
+    # What an evaluation measures is not the agent's to choose: its sessions are sampled alike, mostly greedily.
+    wishes = request.wishes if session.record.purpose != "eval" else None
+    wished = pinned if wishes is None else wishes.over(pinned)
     limits = [room, *(m for m in (request.max_tokens, pinned.max_tokens) if m is not None)]
     sampling = EngineSampling(
         max_tokens=min(limits),
-        temperature=pinned.temperature,
-        top_p=pinned.top_p,
-        top_k=pinned.top_k,
+        temperature=wished.temperature,
+        top_p=wished.top_p,
+        top_k=wished.top_k,
         stop=list(request.stop),
         stop_token_ids=list(dict.fromkeys([*tokens.stop_token_ids, *request.stop_token_ids])),
         top_logprobs=request.top_logprobs,
         extra={"structured_outputs": outputs} if (outputs := _structured_outputs(tokens, request)) else {},
     )
-    return Prepared(attachment, prompt_ids, shared, sampling)
+    constraint = request.constraint
+    why = constraint.reason if constraint else wishes.untrained(pinned) if wishes else None
+    return Prepared(attachment, prompt_ids, shared, sampling, why)
 
 
 def prepare_all(tokens: Tokens, session: Session, request: CallRequest) -> list[Prepared]:

@@ -27,7 +27,8 @@ class CallState(StrEnum):
     INCOMPLETE = "incomplete"
     """The reply was given, but a logprob or a version is missing: it is context, never trained."""
     CONSTRAINED = "constrained"
-    """The reply was given, sampled under a grammar (a JSON format, a forced tool): it is context, never trained."""
+    """The reply was given, sampled under a grammar (a JSON format, a forced tool) or, where requests choose, from
+    a distribution that the trainer does not compute (greedy, top_p, top_k): it is context, never trained."""
     FAILED = "failed"
     """No engine gave a whole reply; the client got an error."""
 

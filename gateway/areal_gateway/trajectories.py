@@ -6,6 +6,8 @@ carries any. The columns hold what the engine saw and sampled, in that order: no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from areal_agent.trajectory import NOT_SAMPLED, Sequence, Trajectory
 from areal_gateway.credit import Credit
 from areal_gateway.records import EXACT, CallRecord, SessionHistory
@@ -20,7 +22,8 @@ def fold(history: SessionHistory, reward: float | None, credit: Credit = DEFAULT
     A call is trained when it ended `complete` or `truncated`, the agent got the reply (its last byte was
     delivered, or a later call continues it), and its labels are among those to be trained. Other calls are
     context where a trained call continues them, else they are left out. A reply that several branches share
-    carries loss in the first of them.
+    carries loss in the first of them. Where trained calls of a branch were sampled at different temperatures, there
+    is a sequence for each temperature, up to the last call that it trains: a sequence has one.
     Raises ValueError when the ledger's ids do not fit together.
     """
     calls = {c.call_id: c for c in history.calls}
@@ -43,21 +46,21 @@ def fold(history: SessionHistory, reward: float | None, credit: Credit = DEFAULT
         branch = _branch(calls, leaf)
         trained = [c.call_id in trainable and c.call_id not in taken for c in branch]
         taken.update(c.call_id for c in branch)
-        if any(trained):
-            columns = _columns(branch, trained)
+        for temperature, path, loss in _by_temperature(branch, trained):
+            columns = _columns(path, loss)
             sequences.append(
                 Sequence(
                     *columns,
-                    temperature=session.sampling.temperature,
+                    temperature=temperature,
                     reward=reward,
                     session_id=session.session_id,
                     group_id=session.group_id,
                     task_id=session.task_id,
-                    call_ids=tuple(c.call_id for c in branch),
-                    call_ends=tuple(c.prompt_length + len(c.output_ids) for c in branch),
-                    call_rewards=tuple(own[c.call_id][1] for c in branch),
-                    call_returns=tuple(returns[c.call_id] for c in branch),
-                    call_labels=tuple({**session.labels, **c.labels} for c in branch),
+                    call_ids=tuple(c.call_id for c in path),
+                    call_ends=tuple(c.prompt_length + len(c.output_ids) for c in path),
+                    call_rewards=tuple(own[c.call_id][1] for c in path),
+                    call_returns=tuple(returns[c.call_id] for c in path),
+                    call_labels=tuple({**session.labels, **c.labels} for c in path),
                 )
             )
     return Trajectory(session.session_id, session.group_id, session.task_id, reward, tuple(sequences))
@@ -83,6 +86,20 @@ def _branch(calls: dict[str, CallRecord], leaf: CallRecord) -> list[CallRecord]:
         path.append(calls[path[-1].parent_id])
     path.reverse()
     return path
+
+
+def _by_temperature(
+    branch: list[CallRecord], trained: list[bool]
+) -> Iterator[tuple[float, list[CallRecord], list[bool]]]:
+    """(temperature, calls, which of them it trains) for each temperature that trained calls have."""
+    temperatures = list(dict.fromkeys(c.temperature for c, t in zip(branch, trained, strict=True) if t))
+    if len(temperatures) == 1:
+        yield temperatures[0], branch, trained
+        return
+    for temperature in temperatures:
+        own = [t and c.temperature == temperature for c, t in zip(branch, trained, strict=True)]
+        end = len(own) - own[::-1].index(True)
+        yield temperature, branch[:end], own[:end]
 
 
 def _columns(

@@ -171,6 +171,14 @@ class ScriptedFleet:
             asked.ended = "cancelled"
             raise
 
+    async def join(self, url: str) -> dict[str, Any]:
+        raise EngineError(f"nothing answers at {url}")
+
+    async def drain(self, id: str) -> dict[str, Any]:
+        raise UnknownEngine(f"no engine {id!r}")
+
+    leave = drain
+
     def status(self) -> dict[str, Any]:
         return {"engines": [], "version": self.version, "state": self.state, "error": None}
 

@@ -289,3 +289,15 @@ def test_nothing_is_said_of_a_syntax_that_is_not_known() -> None:
     assert FORMAT.structured_outputs([], ReplySyntax()) is None
     assert FORMAT.structured_outputs([CALCULATOR], ReplySyntax(known=True)) is None
     assert TOOLS.structured_outputs([CALCULATOR], ReplySyntax(known=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("syntax", "tools"),
+    [
+        (ReplySyntax(known=True, thinks=True, ids={"<tool_call>": 1, "</tool_call>": 2}), []),
+        (ReplySyntax(known=True, json_calls=True, ids={"<tool_call>": 1}), [CALCULATOR]),
+    ],
+)
+def test_a_grammar_is_not_said_with_markup_that_is_no_token(syntax: ReplySyntax, tools: Any) -> None:
+    """A chat template may have a thinking switch and write `<think>` in ordinary tokens."""
+    assert Constraint(("response_format",), schema=SCHEMA).structured_outputs(tools, syntax) is None

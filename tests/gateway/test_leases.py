@@ -327,3 +327,35 @@ async def test_a_trainer_that_starves_hears_in_the_log_whom_it_waits_for(
     assert "group slow" in caplog.text
     assert "1 never opened" in caplog.text
     assert session["session_id"] in caplog.text
+
+
+# -- traffic that others admit -----------------------------------------------------------------------
+
+
+async def test_online_a_lease_waits_for_no_straggler_and_drops_what_came_too_late(
+    tokens: Tokens, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cohorts of one: `slow` stays open while the versions go on, and is ready one version too late."""
+    served = make_app(tokens, tmp_path, online={"enabled": True})
+    await served.start()
+    slow = await served.open("slow")
+    assert (await served.post(slow, ASK))[0] == 200
+    for version in range(3):
+        served.fleet.version = version
+        for n in range(3):  # more traffic than the trainer takes
+            quick = await served.open(f"quick {version} {n}")
+            await served.post(quick, ASK)
+            await served.seal(quick, reward=1.0)
+        batch = await served.gateway.leases.lease(
+            want=2, max_staleness=1, wait_s=0.0, lease_s=60.0, version=lambda: served.fleet.version
+        )
+        assert batch is not None, "it waits for nobody in particular"
+        assert len({s.group_id for s in batch.sequences}) == 2, "and takes no more than it was asked for"
+        assert batch.staleness() <= 1
+        await served.gateway.leases.ack(batch.lease_id)
+        if version == 1:
+            served.fleet.version = 2
+            await served.seal(slow, reward=1.0)
+    assert served.gateway.leases.counts()["void"] == 1
+    assert "its oldest token is 2 versions old, allowed are 1" in caplog.text
+    await served.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import sqlite3
 from pathlib import Path
@@ -82,6 +83,16 @@ async def test_no_key_is_in_the_ledger_or_the_log(
         dump = "\n".join(db.iterdump())
     assert session["api_key"] not in dump
     assert session["session_id"] in dump
+
+
+async def test_a_compressed_body_is_read(served: Served) -> None:
+    session = await served.open()
+    headers = {"Authorization": f"Bearer {session['api_key']}", "Content-Encoding": "gzip"}
+    raw = gzip.compress(json.dumps(ASK).encode())
+    async with served.http.post(served.url + "/v1/chat/completions", data=raw, headers=headers) as r:
+        assert r.status == 200
+    (call,) = (await served.inspect(session))["calls"]
+    assert call["messages"] == ASK["messages"]
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -332,6 +332,7 @@ async def test_status_and_metrics(served: Served) -> None:
         "constrained": 0,
         "aborted": 0,
         "incomplete": 0,
+        "constrained": 0,
         "failed": 0,
         "running": 0,
     }

@@ -79,12 +79,6 @@ async def test_completions(served: Served, stream: bool, k: int) -> None:
     assert tops == [dict(top) for top in expected(served, asked, k or 1)]
 
 
-async def test_asked_for_without_logprobs_they_are_not_told(served: Served) -> None:
-    session = await served.open()
-    status, _, body = await served.post(session, {"messages": ASK, "top_logprobs": 3})
-    assert (status, body["choices"][0]["logprobs"]) == (200, None)
-
-
 @pytest.mark.parametrize("k", [-1, 21, True, "3"])
 async def test_more_than_the_api_has_is_refused(served: Served, k: Any) -> None:
     session = await served.open()
@@ -111,3 +105,14 @@ async def test_siblings_have_their_own(served: Served) -> None:
             [(t["token"], t["logprob"]) for t in e["top_logprobs"]] for e in choice["logprobs"]["content"]
         ]
         assert told_ == expected(served, asked, 2)
+
+
+async def test_top_logprobs_that_nobody_would_see_are_refused_or_named(served: Served) -> None:
+    session = await served.open()
+    status, _, body = await served.post(session, {"messages": ASK, "top_logprobs": 2})
+    assert (status, "needs logprobs: true" in body["error"]["message"]) == (400, True)
+    assert (await served.post(session, {"messages": ASK, "top_logprobs": 0}))[0] == 200
+    asked = {"input": "two?", "top_logprobs": 2}
+    status, headers, _ = await served.post(session, asked, path="/v1/responses")
+    assert (status, headers["x-areal-ignored"]) == (200, "top_logprobs")
+    assert served.fleet.asked[-1].sampling.top_logprobs == 0

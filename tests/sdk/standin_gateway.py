@@ -31,6 +31,9 @@ ADMIN = "admin-key-of-the-test"
 
 
 class StandIn:
+    state = "complete"
+    """In which every call ends."""
+
     def __init__(self) -> None:
         self.version = 0
         self.sessions: dict[str, dict[str, Any]] = {}
@@ -134,7 +137,7 @@ class StandIn:
         value = list(session["rewards"].values())[-1] if session["rewards"] else None
         return {
             "state": "sealed",
-            "calls": {"complete": session["calls"]},
+            "calls": {self.state: session["calls"]},
             "reward_state": "missing" if value is None else "set",
             "reward": value,
             "trained_tokens": self.trained_tokens * session["calls"],

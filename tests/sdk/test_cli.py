@@ -88,7 +88,7 @@ def test_defaults_as_printed_are_the_defaults():
         (["train", "{job}"], 2, "the model folder /no/such/folder does not exist"),
         (["train", "{job}", "--steps", "0"], 2, "trainer.steps = 0: input should be greater"),
         (["train", "{job}", "--engines", "two"], 2, "fleet.engines"),
-        (["train"], 2, "Missing argument"),
+        (["train"], 2, "or --online for a service"),
         (["train", "{job}", "--nonsense"], 2, "No such option"),
         (["gateway"], 2, "no model"),
         (["config", "nothing"], 2, "no setting starts with 'nothing'"),

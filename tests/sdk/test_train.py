@@ -17,7 +17,7 @@ from standin_gateway import ADMIN, StandIn, shared_client
 import areal_agent
 from areal_agent import checks
 from areal_agent.config import GatewayConfig, RunConfig
-from areal_agent.errors import ArealError, ConfigError, GatewayError, RewardError, TrainerError
+from areal_agent.errors import AgentError, ArealError, ConfigError, GatewayError, RewardError, TrainerError
 from areal_agent.launch.machine import plan_engines
 from areal_agent.launch.services import Services
 from areal_agent.session import GatewayClient
@@ -129,6 +129,16 @@ def test_the_story_ends_with_a_summary_and_leaves_nothing_changed(run, services,
     assert "step 3/3" in out
     assert "0.000 -> 1.000" in out
     assert str(tmp_path / "run") in out
+
+
+def test_an_agent_whose_calls_are_all_constrained_is_told_so(run, monkeypatch, capsys):
+    monkeypatch.setattr(StandIn, "state", "constrained")
+    with pytest.raises(AgentError, match="nothing to train on: every call of a whole group was constrained"):
+        run(
+            reward=lambda task, result: None,
+            config=CONFIG | {"rollout": CONFIG["rollout"] | {"max_failures": 4}},
+        )
+    assert capsys.readouterr().out.count("such calls are never trained") == 1
 
 
 def test_the_run_folder_holds_config_key_metrics_and_evals(run, tmp_path):

@@ -93,7 +93,7 @@ def run_training(
     clock = Clock(platform.synchronize)
     client = TrainerClient(*address) if ranks.first else None
     records = Records(run if ranks.first else None, client, lambda: platform.memory()[0])
-    source = BatchSource(client, ranks, config)
+    source = BatchSource(client, ranks, config, run.stop_path)
     error: str | None = None
     together = True
     checkpoints: Checkpoints | None = None

@@ -5,8 +5,10 @@ Invariant: at most one lease is held; it is renewed while it is held, and acked 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from areal_agent import wire
 from areal_agent.config import RunConfig
@@ -22,10 +24,13 @@ class BatchSource:
 
     Args:
         client: of rank 0; None on the other ranks.
+        stop: where this file is, no further batch is taken (see `RunDir.stop_path`).
     """
 
-    def __init__(self, client: TrainerClient | None, ranks: Ranks, config: RunConfig) -> None:
-        self._client, self._ranks, self._config = client, ranks, config
+    def __init__(
+        self, client: TrainerClient | None, ranks: Ranks, config: RunConfig, stop: Path | None = None
+    ) -> None:
+        self._client, self._ranks, self._config, self._stop = client, ranks, config, stop
         self.lease_id: str | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -37,17 +42,21 @@ class BatchSource:
                 flush=True,
             )
 
-    def next(self, version: int, repush: Callable[[int], object]) -> Batch:
-        """Wait for the next batch. Raises TrainerError when none came within `trainer.wait_s`.
+    def next(self, version: int, repush: Callable[[int], object]) -> Batch | None:
+        """Wait for the next batch; None when the run was asked to stop.
 
+        Raises TrainerError when none came within `trainer.wait_s`. An online run has no such limit: how busy a
+        service is says nothing of the run's health.
         Engines that all restarted wait for the current `version`, and no batch becomes ready without them:
         every rank then calls `repush(version)`.
         """
-        wait_s = self._config.trainer.wait_s
+        wait_s = math.inf if self._config.online.enabled else self._config.trainer.wait_s
         end = time.monotonic() + wait_s
         # An empty message tells the other ranks that rank 0 still waits, within their own deadline.
         while not (blob := self._ranks.broadcast_bytes(self._poll(end))):
-            late, needed = self._ranks.max(self._signs(end))
+            stopped, late, needed = self._ranks.max(self._signs(end))
+            if stopped:
+                return None
             if late:
                 raise TrainerError(
                     f"no batch of {self._config.rollout.groups_per_step} groups became ready within "
@@ -65,6 +74,8 @@ class BatchSource:
     def _poll(self, end: float) -> bytes | None:
         if self._client is None:
             return None
+        if self._stopped:
+            return b""
         blob = self._client.lease(
             groups=self._config.rollout.groups_per_step,
             max_staleness=self._config.rollout.max_staleness,
@@ -73,11 +84,16 @@ class BatchSource:
         )
         return blob or b""
 
+    @property
+    def _stopped(self) -> bool:
+        return self._stop is not None and self._stop.exists()
+
     def _signs(self, end: float) -> list[float]:
-        """[is it too late, do the engines need weights], as rank 0 knows."""
+        """[was it stopped, is it too late, do the engines need weights], as rank 0 knows."""
         if self._client is None:
-            return [0.0, 0.0]
-        return [float(time.monotonic() >= end), float(self._client.needs_weights())]
+            return [0.0, 0.0, 0.0]
+        late = time.monotonic() >= end
+        return [float(self._stopped), float(late), float(self._client.needs_weights())]
 
     def _push_again(self, version: int, repush: Callable[[int], object]) -> None:
         said = f"an engine waits for version {version}: pushing it again"

@@ -30,7 +30,7 @@ def train(
     clock: Clock,
     resume: int | None = None,
 ) -> None:
-    """Train to version `trainer.steps`. Raises an ArealError when training cannot go on.
+    """Train to version `trainer.steps`, or until the run is asked to stop. Raises an ArealError when training cannot go on.
 
     resume: the version the policy holds, when an earlier process trained it.
     """
@@ -40,6 +40,8 @@ def train(
     for version in range(resume or 0, config.trainer.steps):
         with clock("lease"):
             batch = source.next(version, sender.push)
+        if batch is None:
+            break
         work = prepare(
             batch,
             version=version,

@@ -50,6 +50,7 @@ from areal_gateway.records import CallRecord
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
+_WISH = f"{_DISTRIBUTION}, unless sampling.pinned is false"
 _SERVICE = "it concerns OpenAI's own service"
 
 FIELDS: dict[str, Field] = {
@@ -68,9 +69,9 @@ FIELDS: dict[str, Field] = {
     "logprobs": Field(_T.HONOURED, "of the sampled tokens"),
     "top_logprobs": Field(_T.HONOURED, TOP_LOGPROBS),
     "metadata": Field(_T.HONOURED, "labels of the call"),
-    "temperature": Field(_T.PINNED, _DISTRIBUTION),
-    "top_p": Field(_T.PINNED, _DISTRIBUTION),
-    "top_k": Field(_T.PINNED, _DISTRIBUTION),
+    "temperature": Field(_T.PINNED, _WISH),
+    "top_p": Field(_T.PINNED, _WISH),
+    "top_k": Field(_T.PINNED, _WISH),
     "min_p": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 0),
     "seed": Field(_T.PINNED, "one seed for every session of a group would make their samples equal"),
     "frequency_penalty": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 0),
@@ -115,6 +116,9 @@ class ChatCompletions:
         limit = body.get("max_completion_tokens")
         if limit is None:
             limit = body.get("max_tokens")
+        top_logprobs = integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+        if top_logprobs and not flag(body, "logprobs"):
+            raise bad(f"top_logprobs is {top_logprobs}, which needs logprobs: true")
         return CallRequest(
             dialect=self.name,
             model=model_name(body),
@@ -128,7 +132,7 @@ class ChatCompletions:
             stream=stream,
             include_usage=stream and options.get("include_usage") is True,
             logprobs=flag(body, "logprobs"),
-            top_logprobs=integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
+            top_logprobs=top_logprobs,
             constraint=constraint(
                 tools,
                 openai_choice(choice, tools),

@@ -33,6 +33,7 @@ from areal_gateway.records import CallRecord
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
+_WISH = f"{_DISTRIBUTION}, unless sampling.pinned is false"
 _SERVICE = "it concerns OpenAI's own service"
 
 FIELDS: dict[str, Field] = {
@@ -64,9 +65,9 @@ FIELDS: dict[str, Field] = {
         _T.REFUSED, "every sample is trained, so every sample is returned; ask for n", lambda v: v == 1
     ),
     "suffix": Field(_T.REFUSED, "the model continues a text, it does not fill one in", lambda v: v == ""),
-    "temperature": Field(_T.PINNED, _DISTRIBUTION),
-    "top_p": Field(_T.PINNED, _DISTRIBUTION),
-    "top_k": Field(_T.PINNED, _DISTRIBUTION),
+    "temperature": Field(_T.PINNED, _WISH),
+    "top_p": Field(_T.PINNED, _WISH),
+    "top_k": Field(_T.PINNED, _WISH),
     "min_p": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 0),
     "seed": Field(_T.PINNED, "one seed for every session of a group would make their samples equal"),
     "frequency_penalty": Field(_T.PINNED, _DISTRIBUTION, lambda v: v == 0),

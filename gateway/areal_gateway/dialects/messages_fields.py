@@ -7,6 +7,7 @@ from areal_gateway.dialects.fields import Field, Treatment
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
+_WISH = f"{_DISTRIBUTION}, unless sampling.pinned is false"
 _SERVICE = "it concerns Anthropic's own service"
 
 
@@ -42,9 +43,9 @@ FIELDS: dict[str, Field] = {
     "stop_sequences": Field(_T.HONOURED, "ends the reply, and is not part of its text"),
     "stream": Field(_T.HONOURED, "server-sent events"),
     "metadata": Field(_T.HONOURED, "labels of the call"),
-    "temperature": Field(_T.PINNED, _DISTRIBUTION),
-    "top_p": Field(_T.PINNED, _DISTRIBUTION),
-    "top_k": Field(_T.PINNED, _DISTRIBUTION),
+    "temperature": Field(_T.PINNED, _WISH),
+    "top_p": Field(_T.PINNED, _WISH),
+    "top_k": Field(_T.PINNED, _WISH),
     "container": Field(_T.REFUSED, "there is no code container behind this model"),
     "service_tier": Field(_T.IGNORED, _SERVICE, lambda v: v == "auto"),
     "inference_geo": Field(_T.IGNORED, _SERVICE),

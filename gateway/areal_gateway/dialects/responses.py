@@ -50,14 +50,16 @@ class Responses:
         include = body.get("include") or []
         if not isinstance(include, list):
             raise bad(f"include must be a list, not {kind(include)}")
+        top_logprobs = integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+        unseen = ("top_logprobs",) if top_logprobs and LOGPROBS not in include else ()
         return _request(
             body,
             past,
-            ignored=(*treat(FIELDS, body), *parts_without_effect(body, "text", "format")),
+            ignored=(*treat(FIELDS, body), *parts_without_effect(body, "text", "format"), *unseen),
             max_tokens=integer(body.get("max_output_tokens"), "max_output_tokens", 1, 2**31 - 1),
             stream=flag(body, "stream"),
             logprobs=LOGPROBS in include,
-            top_logprobs=integer(body.get("top_logprobs"), "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
+            top_logprobs=0 if unseen else top_logprobs,
             labels=labels(body.get("metadata")),
         )
 

@@ -7,6 +7,7 @@ from areal_gateway.dialects.fields import Field, Treatment
 
 _T = Treatment
 _DISTRIBUTION = "the run pins how the policy is sampled"
+_WISH = f"{_DISTRIBUTION}, unless sampling.pinned is false"
 _SERVICE = "it concerns OpenAI's own service"
 _TEMPLATE = "the run's template decides about thinking"
 
@@ -55,8 +56,8 @@ FIELDS: dict[str, Field] = {
     ),
     "top_logprobs": Field(_T.HONOURED, TOP_LOGPROBS),
     "metadata": Field(_T.HONOURED, "labels of the call, and echoed"),
-    "temperature": Field(_T.PINNED, _DISTRIBUTION),
-    "top_p": Field(_T.PINNED, _DISTRIBUTION),
+    "temperature": Field(_T.PINNED, _WISH),
+    "top_p": Field(_T.PINNED, _WISH),
     "background": Field(
         _T.REFUSED, "replies are given on the request's own connection", lambda v: v is False
     ),
