@@ -122,14 +122,6 @@ class ScriptedFleet:
     def encode(self, text: str) -> list[int]:
         return self.tokens.tokenizer.encode(text)
 
-    async def join(self, url: str) -> dict[str, Any]:
-        raise EngineError(f"engine {url} does not answer")
-
-    async def drain(self, id: str) -> dict[str, Any]:
-        raise UnknownEngine(f"no engine is called {id}; there are none")
-
-    leave = drain
-
     def _reply(self, prompt_ids: list[int]) -> Reply:
         if self.script:
             return self.script.popleft()

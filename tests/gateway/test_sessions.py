@@ -329,7 +329,6 @@ async def test_status_and_metrics(served: Served) -> None:
         "total": 1,
         "complete": 1,
         "truncated": 0,
-        "constrained": 0,
         "aborted": 0,
         "incomplete": 0,
         "constrained": 0,
