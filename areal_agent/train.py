@@ -112,18 +112,19 @@ async def atrain(
                 f"{folder.path} is resumed with its own settings; give no model, config or run_dir"
             )
         settings = folder.read_config()
+        folder.check_resumable()
     training, held_out = data.load_both(dataset, eval_dataset, settings.rollout.seed)
     checks.before_start(settings, trainer=True)
     settings.fleet.engines, why = plan_engines(settings)
 
     async with Run(settings, agent, reward, folder=folder) as run:
         run.remark([f"engines: {settings.fleet.engines} ({why})", *data.remarks(training, held_out)])
-        before = None
         if folder is None:
-            before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
+            before = await run.evaluate_start(held_out[: settings.eval.tasks])
             await run.start_trainer()
         else:
             await run.resume_trainer()
+            before = await run.evaluate_start(held_out[: settings.eval.tasks])
         trainer = await run.train(training, held_out)
         after = await run.evaluate(held_out[: settings.eval.tasks], "after training")
         summary = await run.summarise(before, after, trainer)
