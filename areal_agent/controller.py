@@ -161,8 +161,8 @@ class RolloutController:
         self._ran: set[int] = set()
         """Numbers of the groups that an interrupted run has finished."""
 
-    def resume(self, states: Mapping[str, str]) -> None:
-        """Take over the groups of an interrupted run; call before `train`.
+    def resume(self, states: Mapping[str, str], version: int) -> None:
+        """Take over the groups of an interrupted run, which goes on from `version`; call before `train`.
 
         Those that finished count as before, void ones included: their tasks and seeds are used up. Those
         that were abandoned run again with the task and the seeds they had.
@@ -172,7 +172,7 @@ class RolloutController:
         """
         finished = {g: state for g, state in states.items() if state not in ("open", "abandoned")}
         self._ran = {n for g in finished if (n := group_number(g)) is not None}
-        self.admission.accepted = sum(state != "void" for state in finished.values())
+        self.admission.resume(version, sum(state != "void" for state in finished.values()))
         self._admitted = 0
 
     def see_version(self, version: int) -> None:

@@ -36,6 +36,9 @@ POLL_S = 0.2
 
 RATE_WINDOW_S = 5.0
 
+EVAL_BEFORE = "eval_before.json"
+"""In the run folder: the summary of the evaluation before training, which a resumed run cannot repeat."""
+
 
 class Run:
     """An async context manager around the processes of one run.
@@ -86,6 +89,7 @@ class Run:
     async def __aenter__(self) -> Run:
         stack = self._stack
         try:
+            stack.enter_context(self.folder.held())
             stack.enter_context(self._view)
             self._log = stack.enter_context(RunLog(self.folder, self._view.note))
             if observe():
@@ -154,6 +158,21 @@ class Run:
             result = await self._services.watch(self._with_status(self._evaluate(items, when)))
         return result
 
+    async def evaluate_start(self, items: Sequence[Item]) -> dict[str, Any] | None:
+        """How the model scores that training starts from; a resumed run keeps what was found before.
+
+        None without held-out tasks, and where the model is no longer served to be asked.
+        """
+        known = self.folder.read(EVAL_BEFORE)
+        if (
+            known is None
+            and self._progress.step == 0
+            and (result := await self.evaluate(items, "before training"))
+        ):
+            known = result.summary()
+            self.folder.write(EVAL_BEFORE, known)
+        return known
+
     async def start_trainer(self) -> None:
         with self.phase("starting the trainer"):
             await self._services.start_trainer(self._gateway)
@@ -164,9 +183,11 @@ class Run:
         with self.phase("resuming the trainer"):
             states = await self._gateway.take_over(version, abandon=not self._online)
             if not self._online:
-                self._controller.resume(states)
+                self._controller.resume(states, version)
             await self._services.start_trainer(self._gateway, resume=True)
             await self._services.watch(self._until(version))
+        # What was logged of this step stands; `_look` would log it again as one just finished.
+        self._progress.step = version
         log.warning("resumed at version %d with %d groups in the ledger", version, len(states))
 
     async def _until(self, version: int) -> None:
@@ -181,7 +202,6 @@ class Run:
                 ended.result()  # raises what the trainer said
         finally:
             ended.cancel()
-        await self._look()
 
     async def train(self, training: Sequence[Item], held_out: Sequence[Item]) -> dict[str, Any]:
         """Rollouts (online: the service's) until the trainer ends; returns the trainer's own summary."""
@@ -196,13 +216,13 @@ class Run:
             return await self._services.watch(self._with_status(gather(groups)))
 
     async def summarise(
-        self, before: EvalResult | None, after: EvalResult | None, trainer: dict[str, Any]
+        self, before: dict[str, Any] | None, after: EvalResult | None, trainer: dict[str, Any]
     ) -> dict[str, Any]:
         """Fold everything into summary.json; returns it."""
         status = await self._gateway.status()
         calls = status.get("calls") or {}
         summary = {
-            "reward_before": before.reward if before else None,
+            "reward_before": before["reward"] if before else None,
             "reward_after": after.reward if after else None,
             "steps": trainer.get("steps"),
             "final_version": status.get("version"),
@@ -216,7 +236,7 @@ class Run:
             "calls_incomplete": calls.get("incomplete"),
             "calls_constrained": calls.get("constrained"),
             "checkpoint": trainer.get("checkpoint"),
-            "eval_before": before.summary() if before else None,
+            "eval_before": before,
             "eval_after": after.summary() if after else None,
             "calls": calls,
             "tokens_sampled": status.get("tokens_sampled"),

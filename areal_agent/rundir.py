@@ -1,14 +1,17 @@
 """The run folder: every file of a run has one place, and a reader never sees half of one.
 
-config.json admin.key gateway.json trainer.json summary.json metrics.jsonl evals.jsonl
+config.json admin.key gateway.json trainer.json eval_before.json summary.json metrics.jsonl evals.jsonl
 ledger.sqlite checkpoints/ state/ logs/ tensorboard/; online also project.key, and `stop` once it is asked to end
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,29 @@ class RunDir:
         """The version of the newest training state; 0 where there is none, which is the model itself."""
         newest = newest_state(self.state_path)
         return version_of(newest) if newest else 0
+
+    def check_resumable(self) -> None:
+        """Raises ConfigError where the run has ended."""
+        if (summary := self.read("summary.json")) is not None:
+            raise ConfigError(
+                f"the run in {self.path} has ended after {summary.get('steps')} steps, there is nothing to resume; "
+                f"to train on, start a run with the model {summary.get('checkpoint')}"
+            )
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other controllers out of the run inside. Raises ConfigError where one is in it already.
+
+        The lock is this process's alone (forked children do not hold it) and ends with it, however it ends.
+        """
+        with (self.path / "controller.lock").open("w") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"the run in {self.path} still goes on, in another process; stop that one first"
+                ) from None
+            yield
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"

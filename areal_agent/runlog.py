@@ -6,6 +6,7 @@ the controller never mix.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -29,6 +30,23 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
         os.write(fd, (json.dumps(clean, allow_nan=False, default=str) + "\n").encode())
     finally:
         os.close(fd)
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step` from a file of `append_line`: a resumed run makes those steps again.
+
+    Nobody may append meanwhile. A line that is not JSON, cut off as its writer was killed, goes too.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
 
 
 class RunLog:

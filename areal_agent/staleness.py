@@ -13,7 +13,7 @@ class Admission:
     """The count of groups. Plain arithmetic; the controller waits for `room`.
 
     Attributes:
-        version: the policy's version as last seen; it never goes back.
+        version: the policy's version as last seen; it never goes back, but by `resume`.
         running: groups admitted and not yet finished.
         accepted: groups finished and trainable, those trained already included.
     """
@@ -58,6 +58,13 @@ class Admission:
             raise RuntimeError("no group is running")
         self.running -= 1
         self.accepted += accepted
+
+    def resume(self, version: int, accepted: int) -> None:
+        """Begin at `version` with `accepted` groups that need no running. The one time the version may go back.
+
+        Engines that outlived the run may hold a later version than the training state it goes on from.
+        """
+        self.version, self.accepted = version, accepted
 
     def advance(self, version: int) -> bool:
         """The policy is at `version`; returns whether that is news."""

@@ -119,6 +119,7 @@ async def atrain(
                 f"{folder.path} is resumed with its own settings; give no model, config or run_dir"
             )
         settings = folder.read_config()
+        folder.check_resumable()
     if online.settle(settings, agent, reward, dataset, eval_dataset):
         training, held_out = [], [] if eval_dataset is None else data.load(eval_dataset, "eval_dataset")
         remarks = []
@@ -130,12 +131,12 @@ async def atrain(
 
     async with Run(settings, agent, reward, folder=folder) as run:
         run.remark([f"engines: {settings.fleet.engines} ({why})", *remarks])
-        before = None
         if folder is None:
-            before = await run.evaluate(held_out[: settings.eval.tasks], "before training")
+            before = await run.evaluate_start(held_out[: settings.eval.tasks])
             await run.start_trainer()
         else:
             await run.resume_trainer()
+            before = await run.evaluate_start(held_out[: settings.eval.tasks])
         trainer = await run.train(training, held_out)
         after = await run.evaluate(held_out[: settings.eval.tasks], "after training")
         summary = await run.summarise(before, after, trainer)

@@ -69,7 +69,7 @@ async def test_a_run_trains_every_batch_within_eta_and_admits_no_group_in_vain(c
 async def test_a_resumed_run_runs_again_only_the_groups_that_were_abandoned(controller):
     """Numbers give a group its task and its seeds, so what runs again is what would have run."""
     c = controller(agent, one, rollout=SMALL, trainer={"steps": 3})
-    c.resume({"0-a": "consumed", "1-b": "void", "2-c": "abandoned", "3-d": "ready", "4-e": "consumed"})
+    c.resume({"0-a": "consumed", "1-b": "void", "2-c": "abandoned", "3-d": "ready", "4-e": "consumed"}, 0)
     assert (c.admission.accepted, c.admission.room) == (3, 1)
     c.see_version(2)
     await c.train(ITEMS)
@@ -79,6 +79,16 @@ async def test_a_resumed_run_runs_again_only_the_groups_that_were_abandoned(cont
         "5": order[5],
         "6": order[6],
     }
+
+
+async def test_a_resumed_run_admits_by_its_own_version_not_by_what_the_engines_held(controller):
+    """Else groups begun under the weights it goes back to would be too old when their turn comes."""
+    c = controller(agent, one, rollout=SMALL, trainer={"steps": 6})
+    c.see_version(3)  # the engines outlived the run
+    c.resume({f"{n}-a": "consumed" for n in range(8)}, 2)
+    assert (c.admission.version, c.admission.room) == (2, 0)
+    c.see_version(3)
+    assert c.admission.room == 2
 
 
 async def test_a_group_whose_agents_fail_completes_with_missing_rewards(controller, standin, caplog):

@@ -6,6 +6,7 @@ What is checked is derived from our own source, so a name added to the platform 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_trainers import varlen
 from areal_trainers.platform import npu
 
 ROOT = Path(__file__).parents[2]
@@ -181,8 +183,78 @@ def test_the_engine_reloads_layers_as_our_receiver_does(vllm_ascend: Sources) ->
     assert reloads(ours) == reloads(theirs)
 
 
+def test_the_fused_attention_takes_what_we_give_it(torch_npu: Sources) -> None:
+    """Against the signature torch_npu registers for tracing, which is the operator's."""
+    (ours,) = (
+        n
+        for n in ast.parse(Path(varlen.__file__).read_text()).body
+        if isinstance(n, ast.FunctionDef) and n.name == "npu_attention"
+    )
+    (call,) = (
+        n
+        for n in ast.walk(ours)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.startswith("npu_")
+    )
+    band = {
+        k.value
+        for n in ast.walk(ours)
+        if isinstance(n, ast.Dict)
+        for k in n.keys
+        if isinstance(k, ast.Constant)
+    }
+    assert len(band) == 2  # what `**band` stands for
+    given = {k.arg for k in call.keywords if k.arg} | band
+    name = ast.unparse(call.func).rpartition(".")[2]
+    found = list(definitions(torch_npu, f"{name}_forward", "torch_npu/op_plugin/meta/"))
+    assert found
+    assert all(accepts(f, Call(name, len(call.args), tuple(sorted(given)))) for f in found)
+
+
+def class_of(tree: ast.Module, name: str) -> ast.ClassDef:
+    (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    return found
+
+
+def members(cls: ast.ClassDef) -> set[str]:
+    """Names a class gives its instances: methods, class attributes, and what its methods assign to self."""
+    names = {n.name for n in cls.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    for n in ast.walk(cls):
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self":
+            names.add(n.attr)
+    for n in cls.body:
+        valued = isinstance(n, ast.AnnAssign) and n.value is not None  # else it only declares
+        targets = n.targets if isinstance(n, ast.Assign) else [n.target] if valued else []
+        names |= {t.id for t in targets if isinstance(t, ast.Name)}
+    return names
+
+
+def test_the_engines_worker_takes_our_extension(vllm_ascend: Sources) -> None:
+    """vLLM adds it to the bases of any WorkerBase, and refuses one that redefines a name of the worker."""
+    ours = class_of(
+        ast.parse((ROOT / "gateway" / "areal_gateway" / "worker_extension.py").read_text()),
+        "AREALWorkerExtension",
+    )
+    worker = class_of(ast.parse(vllm_ascend["vllm_ascend/worker/worker.py"]), "NPUWorker")
+    assert [ast.unparse(b) for b in worker.bases] == ["WorkerBase"]
+    there = members(worker)
+    if (vllm := importlib.util.find_spec("vllm")) is not None and vllm.origin is not None:
+        source = Path(vllm.origin).parent / "v1" / "worker" / "worker_base.py"
+        there |= members(class_of(ast.parse(source.read_text()), "WorkerBase"))
+    methods = {n.name for n in ours.body if isinstance(n, ast.FunctionDef)}
+    assert len(methods) > 3
+    assert {m for m in members(ours) if not m.startswith("__")} & there == set()
+    used = {
+        n.attr
+        for n in ast.walk(ours)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load) and ast.unparse(n.value) == "self"
+    }
+    lent = {name for name in used - members(ours) if not name.startswith("__")}
+    assert "model_runner" in lent
+    assert lent <= there, f"the worker has no {sorted(lent - there)}"
+
+
 def test_the_engine_knows_the_layout_it_must_keep_for_reloads(vllm_ascend: Sources) -> None:
-    """`weight_nz_mode` = 0: a fleet on Ascend is given it through fleet.extra_args (--additional-config)."""
+    """`weight_nz_mode` = 0: the fleet gives it to every engine on Ascend (--additional-config)."""
     assert '"weight_nz_mode"' in vllm_ascend["vllm_ascend/ascend_config.py"]
 
 

@@ -117,3 +117,52 @@ def test_a_gap_past_the_bound_names_value_sequence_and_token() -> None:
 def test_a_gap_that_is_no_number_is_past_every_bound() -> None:
     with pytest.raises(TrainerError, match="inf nats"):
         check_gap(work(seq("a"), seq("b")), [np.array([-1.0, np.nan]), np.array([-1.0, -2.0])], 1e9)
+
+
+def test_a_reply_that_branches_share_is_trained_once() -> None:
+    """From the ledger's calls to the trainer's items: one session of three branches with a common first turn.
+
+    Counted per branch its reply of 5 tokens would be trained three times: 24 tokens. Trained are 14.
+    """
+    from areal_agent import wire
+    from areal_gateway.records import (
+        CallRecord,
+        CallState,
+        Sampling,
+        SessionHistory,
+        SessionRecord,
+        floats,
+        ints,
+    )
+    from areal_gateway.trajectories import fold
+
+    session = SessionRecord("s", b"k", "t", "g", 1, "train", Sampling(temperature=1.0), 1.0, {}, 0, 0.0, 0)
+    history = SessionHistory(session)
+    fresh = iter(range(100))
+
+    def call(name: str, parent: str | None, shared: int, prompt: int, reply: int) -> list[int]:
+        suffix, output = ([next(fresh) for _ in range(n)] for n in (prompt, reply))
+        history.calls.append(
+            CallRecord(
+                call_id=name, session_id="s", exchange_id=name, index=0, parent_id=parent, cause=None,
+                state=CallState.COMPLETE, reason=None, finish_reason="stop", dialect="", digest=b"", retry_key=None,
+                labels={}, messages=[], tools=[], reply=None, shared=shared, suffix_ids=ints(suffix),
+                output_ids=ints(output), logprobs=floats([-t / 8 for t in output]), spans=((0, reply, 3),),
+                temperature=1.0, max_tokens=9, seed=None, started_at=0.0, ended_at=0.0,
+            )
+        )  # fmt: skip
+        history.delivered.add(name)
+        return output
+
+    replies = [call("first", None, 0, 4, 5)]
+    replies += [call(f"then-{n}", "first", 9, 2, n) for n in (3, 4, 2)]
+    leased = wire.unpack(wire.pack(Batch("lease", 3, fold(history, 1.0).sequences)))
+    work = prepare(leased, version=3, max_staleness=0)
+
+    trained = [t for i in work.items for t in i.token_ids[i.loss_mask].tolist()]
+    assert sorted(trained) == sorted(t for reply in replies for t in reply)
+    assert (work.tokens, work.metrics["trained_tokens"], work.session_tokens) == (14, 14, {"s": 14})
+    assert [i.predicted for i in work.items] == [5 + 3, 4, 2]
+    assert [len(i) for i in work.items] == [14, 15, 13]  # each with its whole context
+    behaviour = np.concatenate([i.columns["behaviour"] for i in work.items])
+    np.testing.assert_allclose(behaviour, [-t / 8 for t in trained], rtol=1e-6)

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from areal_agent.errors import ConfigError
+from areal_trainers.attention import choose_kernel
 from areal_trainers.platform import PLATFORMS, get_platform
 from areal_trainers.platform.base import Platform
 
@@ -35,7 +36,7 @@ def torch_npu(monkeypatch: pytest.MonkeyPatch) -> Any:
         set_device=asked.append,
         max_memory_allocated=lambda: 7,
         mem_get_info=lambda: (1, 64),
-        reset_peak_memory_stats=lambda: None,
+        reset_peak_memory_stats=lambda: asked.append("peak"),
         empty_cache=lambda: asked.append("empty"),
         synchronize=lambda: asked.append("sync"),
         get_rng_state=lambda: torch.zeros(1),
@@ -82,6 +83,29 @@ def test_npu_asks_torch_npu_by_its_names(torch_npu: Any) -> None:
     p.empty_cache()
     p.process_group(HashStore(), 1, 2, timedelta(seconds=5), loopback=True)
     assert torch_npu == [3, "sync", "empty", (1, 2, timedelta(seconds=5))]
+
+
+def test_an_npu_computes_in_bfloat16_with_its_fused_attention_and_adds_in_float32(torch_npu: Any) -> None:
+    p = get_platform("npu")
+    assert choose_kernel(p.attention, p.default_dtype) == "npu_fusion"
+    assert choose_kernel(p.attention, torch.float32) == "sdpa"
+    assert (p.default_dtype, p.widest_float) == (torch.bfloat16, torch.float32)
+
+
+def test_an_npus_random_state_comes_back_as_it_was(torch_npu: Any) -> None:
+    p = get_platform("npu")
+    p.reset_peak()
+    p.set_rng_state(p.rng_state())
+    assert torch_npu[0] == "peak"
+    assert torch.equal(torch_npu[1], torch.zeros(1))
+
+
+def test_torch_npu_without_a_device_is_a_sentence(torch_npu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.npu, "is_available", lambda: False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch_npu sees no device; check the driver and ASCEND_RT_VISIBLE"):
+        get_platform("npu")
+    assert get_platform("auto").name == "cpu"
 
 
 @pytest.mark.parametrize("name", PLATFORMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from safetensors.torch import load_file
 from test_loop import make_run
 from trainer_kit import MiniGateway, make_model
 
+from areal_agent.errors import GatewayError
 from areal_agent.rundir import RunDir, state_folders
+from areal_trainers import main, trainer
+from areal_trainers.batch import prepare
+from areal_trainers.heartbeat import Heartbeat
+from areal_trainers.platform import get_platform
+from areal_trainers.ranks import join_ranks
 
 STEPS = 5
 TRAINER: dict[str, Any] = {
@@ -27,11 +34,11 @@ TRAINER: dict[str, Any] = {
 
 
 def train(
-    run: RunDir, gateway: MiniGateway, *options: str, kill: tuple[str, int] | None = None
+    run: RunDir, gateway: MiniGateway, *options: str, kill: tuple[str, int] | None = None, ranks: int = 1
 ) -> tuple[int, str]:
     environment = {"AREAL_GATEWAY_URL": gateway.url, "AREAL_ADMIN_KEY": MiniGateway.KEY}
     arguments = ["--run-dir", str(run.path), *options]
-    return run_trainer(arguments, environment, run.log("trainer"), kill)
+    return run_trainer(arguments, environment, run.log("trainer"), kill, ranks=ranks)
 
 
 def weights(run: RunDir) -> dict[str, torch.Tensor]:
@@ -82,3 +89,45 @@ def test_killed_at_a_phase_and_resumed(
     assert summary["tokens_trained"] == STEPS * 15 * 6
     assert [f.name for f in state_folders(run.state_path)] == ["step-000004", "step-000005"]
     assert {f.name for f in run.state_path.iterdir()} == {"step-000004", "step-000005"}
+
+
+def test_one_of_two_ranks_killed_and_both_resumed(tmp_path: Path, model: Path) -> None:
+    """Against two ranks that were never killed: their shards, their moments, bit for bit."""
+    results = []
+    for name, kill in (("whole", None), ("killed", ("update", CALL["update"]))):
+        (tmp_path / name).mkdir()
+        run = make_run(tmp_path / name, model, **TRAINER, ranks=2)
+        with MiniGateway(model, stale=True) as gateway:
+            code, output = train(run, gateway, kill=kill, ranks=2)
+            if kill is not None:
+                assert code == -signal.SIGKILL, output
+                assert run.resumable_version() == 2
+                code, output = train(run, gateway, "--resume", ranks=2)
+            assert code == 0, output
+        results.append(weights(run))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_lease_outlives_a_step_longer_than_itself_while_its_trainer_is_heard(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Every step takes 3 leases' length; without the heartbeat the same run ends at its first ack."""
+    run = make_run(tmp_path, model, steps=2, lease_s=0.8)
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2.4)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "prepare", slowly)
+    if not heard:
+        monkeypatch.setattr(Heartbeat, "_beat", lambda self: None)
+    platform = get_platform("cpu")
+    with MiniGateway(model, expire=True) as gateway, join_ranks(platform) as ranks:
+        work = (run.read_config(), run, platform, ranks, (gateway.url, MiniGateway.KEY))
+        if heard:
+            main.run_training(*work)
+        else:
+            with pytest.raises(GatewayError, match=r"lease-1 ended before it was acked.*lease_s = 0.8 s"):
+                main.run_training(*work)
+        assert gateway.acked == (["lease-1", "lease-2"] if heard else [])

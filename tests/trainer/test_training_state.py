@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from killed_trainer import in_ranks
 from trainer_kit import make_model
 
 from areal_agent.errors import ConfigError, TrainerError
@@ -118,12 +117,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path, model: Path, rank
         other.load()
 
 
-def _rank(rank: int, port: int, model: Path, folder: Path, out: Path) -> None:
-    import os
-
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _rank(model: Path, folder: Path, out: Path) -> None:
     with join_ranks(get_platform("cpu")) as ranks:
         policy, optimizer, saved = build(model, ranks, folder)
         for n in range(3):
@@ -136,19 +130,7 @@ def _rank(rank: int, port: int, model: Path, folder: Path, out: Path) -> None:
 
 
 def test_saved_by_two_ranks_loaded_by_one(tmp_path: Path, model: Path, ranks: Ranks) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["areal_trainers.main"])
-    arguments = (port, model, tmp_path / "state", tmp_path / "whole.pt")
-    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(110)
-        assert process.exitcode == 0
+    in_ranks(_rank, 2, model, tmp_path / "state", tmp_path / "whole.pt")
     policy, optimizer, loaded = build(model, ranks, tmp_path / "state")
     progress = loaded.load()
     assert progress is not None

@@ -105,6 +105,7 @@ class MiniGateway:
         ready: leases given out before the gateway has nothing more.
         crash_after: with this version committed the engine restarts, so that it waits for the version's
             weights and no batch is ready until they came.
+        expire: a lease that is not renewed ends after its `lease_s`, and is not acked then.
     """
 
     KEY = "test-admin-key"
@@ -122,12 +123,15 @@ class MiniGateway:
         corrupt_probe: float = 0.0,
         ready: int = 10**9,
         crash_after: int | None = None,
+        expire: bool = False,
     ) -> None:
         self.models = {0: reference(model)}
         self.groups, self.size, self.reply, self.stale = groups, size, reply, stale
         self.fail_commits, self.corrupt, self.ready = fail_commits, corrupt, ready
         self.corrupt_probe, self.crash_after = corrupt_probe, crash_after
         self.needs_weights = False
+        self.expire = expire
+        self.ends: dict[str, float] = {}
         self.version, self.epoch, self.leases = 0, 0, 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.acked: list[str] = []
@@ -214,12 +218,19 @@ class MiniGateway:
             return web.Response(status=204)
         self.leases += 1
         name = f"lease-{self.leases}"
+        self.ends[name] = time.monotonic() + body["lease_s"]
         batch = replace(self.again.pop(0), lease_id=name) if self.again else self.batch(name)
         self.given.append((self.version, batch))
         return web.Response(body=wire.pack(batch), content_type=wire.MEDIA_TYPE)
 
     async def renew(self, body: dict[str, Any]) -> web.StreamResponse:
+        if self.ended(body["lease_id"]):
+            return self._error(409, "lease_ended", "it expired")
+        self.ends[body["lease_id"]] = time.monotonic() + body["lease_s"]
         return web.json_response({})
+
+    def ended(self, lease_id: str) -> bool:
+        return self.expire and time.monotonic() > self.ends[lease_id]
 
     async def rewind(self, body: dict[str, Any]) -> web.StreamResponse:
         """What tests/gateway/test_rewind.py holds the real gateway to."""
@@ -229,6 +240,8 @@ class MiniGateway:
         return web.json_response({"version": body["version"], "batches": len(self.again)})
 
     async def ack(self, body: dict[str, Any]) -> web.StreamResponse:
+        if self.ended(body["lease_id"]):
+            return self._error(409, "lease_ended", "it expired")
         self.acked.append(body["lease_id"])
         return web.json_response({})
 

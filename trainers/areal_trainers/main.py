@@ -165,10 +165,8 @@ def run_training(
 
 def start(state: TrainingState, records: Records) -> int:
     """Load the newest state; the version it holds, 0 (the model itself) when there is none."""
-    progress = state.load()
-    if progress is None:
-        return 0
-    records.resume(progress["extra"])
+    progress = state.load() or {"version": 0, "extra": {}}
+    records.resume(progress["version"], progress["extra"])
     return progress["version"]
 
 

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_agent.errors import GatewayError
 from areal_agent.rundir import RunDir
-from areal_agent.runlog import append_line
+from areal_agent.runlog import append_line, forget_after
 from areal_trainers.client import TrainerClient
 
 MIB = 2**20
@@ -36,9 +36,13 @@ class Records:
             "checkpoint": None,
         }
 
-    def resume(self, totals: Mapping[str, Any]) -> None:
-        """Count on from where the checkpoint was taken."""
+    def resume(self, version: int, totals: Mapping[str, Any]) -> None:
+        """Count on from the state of `version`; what was written of later steps is taken back."""
         self.totals |= totals
+        if self._run is not None and self._board is not None:
+            forget_after(self._run.metrics_path, version)
+            self._board.close()
+            self._board = SummaryWriter(self._board.log_dir, purge_step=version + 1)
 
     def step(self, version: int, numbers: dict[str, float]) -> None:
         """One batch's numbers, under the version it made."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from areal_agent.config import TrainerConfig
 from areal_agent.errors import ArealError
 from areal_trainers.sft import SftStep, train_sft
 from small_model.questions import Question, distinct, questions
@@ -182,14 +183,16 @@ def _phase(
         source,
         to,
         examples,
-        steps=steps,
+        TrainerConfig(
+            steps=steps,
+            microbatch_tokens=recipe.batch_tokens,
+            learning_rate=rate,
+            warmup_steps=min(recipe.warmup_steps, steps // 4),
+            seed=seed,
+            platform="cpu",
+        ),
         batch_tokens=recipe.batch_tokens,
-        microbatch_tokens=recipe.batch_tokens,
-        learning_rate=rate,
-        warmup_steps=min(recipe.warmup_steps, steps // 4),
         decay=True,
-        seed=seed,
-        platform="cpu",
         on_step=show,
     )
     note(f"{result.steps} steps, {result.tokens_per_s:.0f} tokens/s, loss {result.loss:.3f}")
