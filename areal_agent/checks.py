@@ -90,6 +90,7 @@ def trainable(config: RunConfig) -> None:
             "distribution, whose logprobs the trainer does not compute; train with top_p 1 and top_k 0"
         )
     config.algorithm.check(config.rollout.max_staleness)
+    _ = config.served_adapter
 
 
 def before_start(config: RunConfig, *, trainer: bool) -> None:

@@ -115,6 +115,22 @@ class EvalConfig(Section):
     concurrency: int = Field(default=64, gt=0, description="most evaluation sessions running at once")
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters on linear layers, which alone are trained: W + alpha/rank · B·A (arXiv:2106.09685).
+
+    There is no dropout: the trainer's logprobs have to be the engine's.
+    """
+
+    rank: int = Field(
+        default=0, ge=0, le=512, description="of A and B, which alone are trained; 0: all weights are trained"
+    )
+    alpha: float = Field(default=32.0, gt=0, description="B·A counts times alpha / rank")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="names (or their ends) of the adapted linear layers; all-linear: all but the output head",
+    )
+
+
 class TrainerConfig(Section):
     """The optimiser, the ranks that run it, and the run's bounds. What is optimised: `algorithm`."""
 
@@ -164,6 +180,7 @@ class TrainerConfig(Section):
     )
     keep_checkpoints: int = Field(default=2, gt=0, description="newest checkpoints kept")
     seed: int = Field(default=0, description="seed of every rank")
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
 
     @field_validator("sequence_parallel")
     @classmethod
@@ -361,6 +378,10 @@ class WeightsConfig(Section):
         default="collective",
         description="collective: packed broadcast into the engines; disk: files in a folder that all see",
     )
+    adapter: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="with trainer.lora: whole weights with the adapter merged, for any engine; or the adapter alone",
+    )
     folder: str = Field(default="", description="disk: where versions are written; empty: RUN_DIR/weights")
     keep: int = Field(default=2, ge=1, description="disk: versions kept; one being read is kept in any case")
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field(default="auto", description="collective backend")
@@ -425,6 +446,21 @@ class RunConfig(Section):
     fleet: FleetConfig = Field(default_factory=FleetConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+
+    @property
+    def served_adapter(self) -> LoRAConfig | None:
+        """The adapter that engines hold apart from the model; None where they are given whole weights.
+
+        Raises ConfigError where one is wanted and none is trained.
+        """
+        if self.weights.adapter == "merged":
+            return None
+        if not self.trainer.lora.rank:
+            raise ConfigError(
+                "weights.adapter = adapter sends a LoRA adapter alone, but trainer.lora.rank = 0 trains none; set "
+                "it, or leave weights.adapter merged"
+            )
+        return self.trainer.lora
 
     @classmethod
     def parse(cls, values: dict[str, Any], source: str = "config") -> RunConfig:

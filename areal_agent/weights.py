@@ -53,17 +53,31 @@ class Bucket(BaseModel, frozen=True):
     nbytes: int
 
 
+class Adapter(BaseModel, frozen=True):
+    """A LoRA adapter: W of each adapted layer counts as W + alpha/rank · B·A."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+
 class Manifest(BaseModel, frozen=True):
-    """Every bucket of one weight update, in the order of the broadcasts."""
+    """Every bucket of one weight update, in the order of the broadcasts.
+
+    With `adapter` the tensors are its A and B alone, under peft's names; else all weights of the model.
+    """
 
     buckets: tuple[Bucket, ...]
+    adapter: Adapter | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self.buckets)
 
 
-def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> Manifest:
+def plan(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int, adapter: Adapter | None = None
+) -> Manifest:
     """Pack (name, dtype, shape) in the given order into buckets of at most `bucket_bytes`.
 
     A tensor larger than that gets a bucket to itself. Raises ValueError for a dtype not on the wire.
@@ -83,7 +97,7 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int)
         end = offset + size
     if current:
         buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
-    return Manifest(buckets=tuple(buckets))
+    return Manifest(buckets=tuple(buckets), adapter=adapter)
 
 
 def shard_name(index: int, count: int) -> str:

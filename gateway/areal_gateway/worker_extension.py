@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
+from areal_gateway.worker_lora import refuse_whole_weights, replace_adapter
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -296,6 +297,11 @@ class WeightReceiver:
             "holds": self._holds,
         }
 
+    @property
+    def staged(self) -> Manifest | None:
+        """The layout of what is being received, or was."""
+        return self._member.manifest if self._member is not None else None
+
     def load(self, version: int, load: Callable[[Tensors], None]) -> dict[str, Any]:
         """Give `load` the staged tensors. Its tensors are views of staging: copy what is to be kept."""
         m = self._member
@@ -434,12 +440,17 @@ class AREALWorkerExtension:
 
     def areal_load(self, arg: str) -> dict[str, Any]:
         """{version} -> {version, load_s} or {error}; the engine must be paused"""
-        model = self.model_runner.get_model()
+        receiver = self._areal_receiver()
+        adapter = receiver.staged.adapter if receiver.staged is not None else None
 
         def load(tensors: Tensors) -> None:
-            reload_model(model, self.vllm_config, self.device, tensors)
+            if adapter is not None:
+                replace_adapter(self.model_runner, adapter, tensors)
+            else:
+                refuse_whole_weights(self.model_runner)
+                reload_model(self.model_runner.get_model(), self.vllm_config, self.device, tensors)
 
-        return self._areal_receiver().load(json.loads(arg)["version"], load)
+        return receiver.load(json.loads(arg)["version"], load)
 
     def areal_progress(self, arg: str = "{}") -> dict[str, Any]:
         """-> {sampled: {request id: tokens sampled of it}}; the engine must be paused. None where this model

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from areal_agent.weights import Manifest, checksum, plan
+from areal_agent.weights import Adapter, Manifest, checksum, plan
 from areal_gateway.fleet import WeightTransaction
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def pack(
-    tensors: dict[str, torch.Tensor], bucket_bytes: int = 1 << 20
+    tensors: dict[str, torch.Tensor], bucket_bytes: int = 1 << 20, adapter: Adapter | None = None
 ) -> tuple[Manifest, list[torch.Tensor]]:
     """(manifest, one flat uint8 tensor per bucket)."""
-    manifest = plan([(n, NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()], bucket_bytes)
+    manifest = plan([(n, NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()], bucket_bytes, adapter)
     buckets = []
     for bucket in manifest.buckets:
         flat = torch.zeros(bucket.nbytes, dtype=torch.uint8)
@@ -97,9 +97,10 @@ class Sender:
         *,
         force: bool = False,
         bucket_bytes: int = 1 << 20,
+        adapter: Adapter | None = None,
     ) -> dict[str, Any]:
         """One whole update."""
-        manifest, buckets = pack(tensors, bucket_bytes)
+        manifest, buckets = pack(tensors, bucket_bytes, adapter)
         begun = await self.begin(weights, version, manifest, force=force)
         await self.send(begun, buckets)
         return await weights.commit(begun["update_id"], checksums(buckets))

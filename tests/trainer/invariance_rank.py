@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from trainer_kit import VOCAB
 
-from areal_agent.config import AlgorithmConfig, TrainerConfig
+from areal_agent.config import AlgorithmConfig, LoRAConfig, TrainerConfig
 from areal_agent.recipes import RECIPES, RecipeName
 from areal_agent.trajectory import Batch, Sequence
 from areal_trainers.algorithm.critic import Critic, shard_values
@@ -23,11 +24,13 @@ from areal_trainers.batch import prepare
 from areal_trainers.checkpoint import gathered
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
+from areal_trainers.lora import attach
 from areal_trainers.model import load_causal_lm, shard
 from areal_trainers.optim import Optimizer
 from areal_trainers.packing import Item
 from areal_trainers.platform import get_platform
 from areal_trainers.ranks import Ranks, join_ranks
+from areal_trainers.state import trained
 
 VERSION = 3
 
@@ -73,6 +76,10 @@ SPLITS = {
 }
 
 
+CASES: list[tuple[RecipeName, bool]] = [*((name, False) for name in RECIPES), ("decoupled_grpo", True)]
+"""(recipe, whether with LoRA) that two ranks compute."""
+
+
 def gradient(
     ranks: Ranks,
     model: Path,
@@ -82,13 +89,19 @@ def gradient(
     seed: int = 0,
     order: int | None = None,
     activation_checkpointing: bool = False,
+    lora: bool = False,
 ) -> tuple[float, dict[str, np.ndarray], np.ndarray, float]:
     """(loss, gradients by name, the critic's included, stats, entropy) in float64.
 
     The batch is far enough off-policy that clips, bounds and masks act. order: seed of a permutation.
+    lora: an adapter is trained, and is far from 0.
     """
     algorithm = algorithm or AlgorithmConfig()
-    lm = load_causal_lm(model).double()
+    lm = load_causal_lm(model)
+    if lora:
+        attach(lm, LoRAConfig(rank=4), seed=0)
+        move(lm, seed=0)
+    lm = lm.double()
     policy = shard(lm, ranks.mesh, sequence=ranks.sequence, activation_checkpointing=activation_checkpointing)
     config = TrainerConfig(microbatch_tokens=budget)
     companions = Companions(critic=_critic(ranks, model, algorithm, budget, activation_checkpointing))
@@ -121,13 +134,21 @@ def gradient(
     if order is not None:
         ready = [ready[i] for i in np.random.default_rng(order).permutation(len(ready))]
     loss, stats, _ = learner.gradient(ready)
-    grads = {name: p.grad.full_tensor().numpy() for name, p in lm.named_parameters()}  # type: ignore[union-attr]
+    grads = {name: p.grad.full_tensor().numpy() for name, p in trained(lm)}  # type: ignore[union-attr]
     if companions.critic is not None:
         value_loss, clipped = companions.critic.gradient(ready)
         stats = np.append(stats, [value_loss, clipped])
         for name, p in companions.critic.model.named_parameters():
             grads[f"critic.{name}"] = p.grad.full_tensor().numpy()  # type: ignore[union-attr]
     return loss, grads, stats, entropy
+
+
+def move(lm: nn.Module, seed: int) -> None:
+    """Draw the adapter's B, which is 0 at first: A then has no gradient."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, p in lm.named_parameters():
+        if ".lora_B." in name:
+            p.data.copy_(torch.randn(p.shape, generator=draw) * 0.3)
 
 
 def _critic(
@@ -158,16 +179,17 @@ if __name__ == "__main__":
     with join_ranks(platform):
         for split_name, split in SPLITS.items():
             with join_ranks(platform, split.sequence_parallel) as ranks:
-                for name in RECIPES:
+                for name, lora in CASES:
                     loss, grads, stats, entropy = gradient(
                         ranks,
                         folder,
                         64,
                         recipe(name),
                         activation_checkpointing=split.activation_checkpointing,
+                        lora=lora,
                     )
                     names = [n for n, _ in gathered(load_causal_lm(folder))]
-                    assert names == [n for n in grads if not n.startswith("critic.")]
+                    assert lora or names == [n for n in grads if not n.startswith("critic.")]
                     if ranks.first:
-                        out = Path(sys.argv[2]) / f"{split_name}, {name}.npz"
+                        out = Path(sys.argv[2]) / f"{split_name}, {name}{', lora' * lora}.npz"
                         np.savez(out, loss=loss, stats=stats, entropy=entropy, **grads)  # type: ignore[arg-type]

@@ -63,44 +63,60 @@ def test_a_large_tensor_that_needs_no_cast_is_not_copied() -> None:
     assert packer.pack(0).data_ptr() == tensor.data_ptr()
 
 
-def test_two_ranks_never_hold_more_than_two_buckets_and_one_tensor(tmp_path: Path) -> None:
-    """FSDP2 over two processes; rank 0 counts the memory of everything gathered or packed that is alive."""
+@pytest.mark.parametrize("lora", [0, 4])
+def test_two_ranks_never_hold_more_than_two_buckets_and_one_tensor(tmp_path: Path, lora: int) -> None:
+    """FSDP2 over two processes; rank 0 counts the memory of everything gathered or packed that is alive. With
+    LoRA that is a merged tensor, and the A and B of one layer."""
     folder = make_model(tmp_path / "m")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [*torchrun, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=120, check=False
+        [*torchrun, __file__, str(folder), str(lora)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0 held" in done.stdout
 
 
-def _rank(folder: str) -> None:
-    from areal_trainers import buckets
+def _rank(folder: str, rank: int) -> None:
+    from areal_agent.config import LoRAConfig
+    from areal_trainers import buckets, lora
     from areal_trainers.checkpoint import unique_tensors
     from areal_trainers.model import load_causal_lm, shard
     from areal_trainers.platform import get_platform
     from areal_trainers.ranks import join_ranks
 
-    limit, alive = 8192, weakref.WeakSet()
+    limit, alive = 8192, weakref.WeakValueDictionary()
     most = 0
 
     def counted(value: torch.Tensor) -> torch.Tensor:
         nonlocal most
         gathered = whole(value)
-        alive.add(gathered)
-        most = max(most, sum(t.numel() * t.element_size() for t in alive))
+        alive[id(gathered)] = gathered
+        most = max(most, sum(t.numel() * t.element_size() for t in alive.values()))
         return gathered
 
-    buckets.whole = counted
+    buckets.whole = lora.whole = counted
     with join_ranks(get_platform("cpu")) as ranks:
         lm = load_causal_lm(folder)
-        expected = {n: t.clone() for n, t in unique_tensors(lm)}
+        if rank:
+            lora.attach(lm, LoRAConfig(rank=rank), seed=0)
+            for name, p in lm.named_parameters():
+                if ".lora_B." in name:
+                    p.data.fill_(0.01)
+        expected = {n: whole(t).clone() for n, t in unique_tensors(lm)}
         shard(lm, ranks.mesh)
+        most = 0
         tensors = dict(unique_tensors(lm))
-        assert all(isinstance(t, DTensor) for t in tensors.values())
+        assert all(isinstance(t, DTensor) for t in tensors.values() if isinstance(t, torch.Tensor))
+        assert sum(isinstance(t, lora.Merged) for t in tensors.values()) == (14 if rank else 0)
         packer = Packer(tensors, "bfloat16", limit, keep=ranks.first)
-        largest = max(t.numel() * 4 for t in tensors.values())
+        low_rank = 4 * rank * max(sum(t.shape) for t in tensors.values())
+        largest = max(t.shape.numel() * 4 for t in tensors.values()) + low_rank
         assert len(packer.manifest.buckets) > 4
         gc.disable()  # what is alive is held, not waiting to be collected
         if ranks.first:
@@ -116,4 +132,4 @@ def _rank(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _rank(sys.argv[1])
+    _rank(sys.argv[1], int(sys.argv[2]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from invariance_rank import SPLITS, gradient, recipe
+from invariance_rank import CASES, SPLITS, gradient, recipe
 from trainer_kit import make_model
 
 from areal_agent.config import AlgorithmConfig
@@ -92,6 +92,15 @@ def test_activation_checkpointing(ranks: Ranks, model: Path) -> None:
         same(a[1], b[1])
 
 
+def test_an_adapter_s_gradient(ranks: Ranks, model: Path) -> None:
+    whole = gradient(ranks, model, 10**6, lora=True)
+    assert all(".lora_" in name for name in whole[1])
+    for order, again in ((1, False), (None, True)):
+        cut = gradient(ranks, model, 40, lora=True, order=order, activation_checkpointing=again)
+        assert cut[0] == pytest.approx(whole[0], abs=1e-9)
+        same(whole[1], cut[1])
+
+
 @pytest.fixture(scope="module")
 def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(model, folder with the results of each recipe under each split)."""
@@ -111,11 +120,11 @@ def by_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks(ranks: Ranks, by_two_ranks: tuple[Path, Path], split: str) -> None:
-    """Every recipe: 2 ranks at a budget of 64 tokens against one micro-batch on one rank."""
+    """Every recipe, and one with LoRA: 2 ranks at a budget of 64 tokens against one micro-batch on one rank."""
     model, out = by_two_ranks
-    for name in RECIPES:
-        other = dict(np.load(out / f"{split}, {name}.npz"))
-        loss, grads, stats, entropy = gradient(ranks, model, 10**6, recipe(name))
+    for name, lora in CASES:
+        other = dict(np.load(out / f"{split}, {name}{', lora' * lora}.npz"))
+        loss, grads, stats, entropy = gradient(ranks, model, 10**6, recipe(name), lora=lora)
         assert float(other.pop("loss")) == pytest.approx(loss, abs=1e-9)
         assert float(other.pop("entropy")) == pytest.approx(entropy, abs=1e-9)
         np.testing.assert_allclose(other.pop("stats"), stats, atol=1e-9)

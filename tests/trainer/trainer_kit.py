@@ -368,8 +368,19 @@ class MiniGateway:
         if status["checksums"] != body["checksums"]:
             self.drop()
             return self._error(409, "weights_retry", "checksums differ")
-        model = copy.deepcopy(self.models[self.version])
+        adapter = self.receiver.staged.adapter
+        model = copy.deepcopy(self.models[0 if adapter else self.version])
         given: set[str] = set()
+
+        def add(tensors: Any) -> None:
+            """An adapter, by its definition; peft's names in, those of the model it is added to out."""
+            parameters, given = dict(model.named_parameters()), dict(tensors)
+            for name, a in given.items():
+                if name.endswith(".lora_A.weight"):
+                    module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                    b = given[name.replace("lora_A", "lora_B")]
+                    with torch.no_grad():
+                        parameters[f"{module}.weight"] += adapter.alpha / adapter.rank * (b @ a)
 
         def load(tensors: Any) -> None:
             parameters = dict(model.named_parameters())
@@ -379,7 +390,7 @@ class MiniGateway:
                 given.add(name)
             assert given == set(parameters), given ^ set(parameters)
 
-        answer = self.receiver.load(update["version"], load)
+        answer = self.receiver.load(update["version"], add if adapter else load)
         if "error" in answer:
             return self._error(409, "weights_held", answer["error"])
         self.version, self.joined, self.update = update["version"], update["group"], None

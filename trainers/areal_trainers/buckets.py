@@ -10,31 +10,48 @@ and fills its bucket alone is handed out as it lies, without a copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from areal_agent.weights import ITEM_BYTES, Bucket, Manifest, plan
+from areal_agent.weights import ITEM_BYTES, Adapter, Bucket, Manifest, plan
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+
+
+class Computed(Protocol):
+    """A tensor that is made when it is asked for, on every rank at once."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def whole(self) -> torch.Tensor: ...
 
 
 class Packer:
     """Gathers, casts and packs. A collective: every rank asks for the same buckets in the same order.
 
     Args:
-        tensors: Hugging Face name -> tensor, possibly an FSDP shard.
+        tensors: Hugging Face name -> tensor, possibly an FSDP shard, or computed.
         dtype: wire dtype, a name of `areal_agent.weights.ITEM_BYTES`.
         bucket_bytes: most bytes in a bucket of several tensors.
         keep: whether this rank holds the packed buckets (rank 0); the others only give their shards.
+        adapter: what `tensors` are, where they are no whole model.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, *, keep: bool
+        self,
+        tensors: Mapping[str, torch.Tensor | Computed],
+        dtype: str,
+        bucket_bytes: int,
+        *,
+        keep: bool,
+        adapter: Adapter | None = None,
     ) -> None:
         self._tensors, self._keep = tensors, keep
         self.manifest: Manifest = plan(
-            [(name, dtype, tuple(t.shape)) for name, t in tensors.items()], bucket_bytes
+            [(name, dtype, tuple(t.shape)) for name, t in tensors.items()], bucket_bytes, adapter
         )
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
@@ -68,8 +85,10 @@ class Packer:
         return self._buffers[which][:nbytes]
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
+def whole(value: torch.Tensor | Computed) -> torch.Tensor:
     """An FSDP shard's whole tensor (a collective), or the tensor itself where nothing is sharded."""
+    if not isinstance(value, torch.Tensor):
+        return value.whole()
     if not isinstance(value, DTensor):
         return value
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from areal_agent.rundir import version_of
-from areal_trainers.buckets import whole
+from areal_trainers.buckets import Computed, whole
+from areal_trainers.lora import adapter_tensors, describe, merged, write_adapter_config
 from areal_trainers.state import TrainingState
 
 MODEL_FILES = ("config.json", "generation_config.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 """What an export writes itself or must not carry over; every other file of the source is copied."""
+ADAPTER_FOLDER = "adapter"
+"""In an export, the LoRA adapter that is merged in it, in peft's format."""
 
 
 class Checkpoints:
@@ -133,8 +137,8 @@ def gathered(lm: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, whole(value)
 
 
-def unique_tensors(lm: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, possibly sharded tensor), tied tensors once.
+def unique_tensors(lm: nn.Module) -> list[tuple[str, torch.Tensor | Computed]]:
+    """(Hugging Face name, possibly sharded tensor), tied tensors once, a LoRA adapter merged.
 
     Tied names are dropped as the model declares them (`lm_head.weight` for tied embeddings), because
     after sharding an engine has no other way to know which of two equal names it should load.
@@ -146,11 +150,12 @@ def unique_tensors(lm: nn.Module) -> list[tuple[str, torch.Tensor]]:
         if name in persistent and id(value) not in seen:
             seen.add(id(value))
             out.append((name, value.detach()))
-    return out
+    return [*merged(lm, out)]
 
 
 def export(lm: PreTrainedModel, folder: Path, source: Path, *, write: bool) -> Path:
-    """Write `lm` to `folder`, with the tokenizer files of the model folder `source`.
+    """Write `lm` to `folder`, with the tokenizer files of the model folder `source`. A LoRA adapter is merged,
+    and written to `folder`/adapter by itself as well.
 
     A collective: every rank calls it, the one with `write` (rank 0) writes, to a temporary folder that is
     then renamed. An existing `folder` is replaced.
@@ -159,6 +164,11 @@ def export(lm: PreTrainedModel, folder: Path, source: Path, *, write: bool) -> P
     for name, tensor in gathered(lm):
         if write:
             state[name] = tensor.cpu().contiguous()
+    adapter, adapter_state = describe(lm), {}
+    for name, tensor in adapter_tensors(lm):
+        tensor = whole(tensor)
+        if write:
+            adapter_state[name] = tensor.cpu().contiguous()
     if not write:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +178,10 @@ def export(lm: PreTrainedModel, folder: Path, source: Path, *, write: bool) -> P
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name not in MODEL_FILES and not file.name.endswith(WEIGHT_SUFFIXES):
                 shutil.copy2(file, temporary / file.name)
+        if adapter is not None:
+            (temporary / ADAPTER_FOLDER).mkdir()
+            save_file(adapter_state, temporary / ADAPTER_FOLDER / "adapter_model.safetensors")
+            write_adapter_config(temporary / ADAPTER_FOLDER, adapter, str(source))
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)

@@ -9,6 +9,7 @@ import torch
 from areal_agent.errors import ConfigError
 from areal_agent.rundir import RunDir, newest_state
 from areal_trainers.checkpoint import export
+from areal_trainers.lora import attach
 from areal_trainers.model import load_causal_lm
 from areal_trainers.optim import Optimizer
 from areal_trainers.platform import get_platform
@@ -33,6 +34,8 @@ def export_run(run_dir: str | Path, out: str | Path | None = None) -> Path:
     platform = get_platform("cpu")
     with join_ranks(platform) as ranks:
         lm = load_causal_lm(config.model)
+        if config.trainer.lora.rank:
+            attach(lm, config.trainer.lora, config.trainer.seed)
         weights = Optimizer(lm.parameters(), learning_rate=1.0)
         state = TrainingState({"policy": (lm, weights)}, ranks, platform, None, 1)
         state.load(newest)

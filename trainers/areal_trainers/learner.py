@@ -20,6 +20,7 @@ from areal_trainers.algorithm.models import Companions
 from areal_trainers.batch import TrainBatch
 from areal_trainers.clock import Clock
 from areal_trainers.evaluate import evaluate, share
+from areal_trainers.lora import without_adapter
 from areal_trainers.model import Policy
 from areal_trainers.optim import Optimizer
 from areal_trainers.packing import Item, pack
@@ -81,6 +82,9 @@ class Learner:
         if self.companions.reference is not None:
             with self.clock("reference"):
                 reference = self.logprobs(work.items, self.companions.reference)[0]
+        elif self.companions.reference_within:
+            with self.clock("reference"), without_adapter(self.policy.lm):
+                reference = self.logprobs(work.items)[0]
         if self.companions.critic is not None:
             with self.clock("values"):
                 values = self.companions.critic.values(work.items)

@@ -25,6 +25,7 @@ from areal_trainers.checkpoint import Checkpoints
 from areal_trainers.client import TrainerClient
 from areal_trainers.clock import Clock
 from areal_trainers.learner import Learner
+from areal_trainers.lora import attach
 from areal_trainers.model import load_causal_lm, shard
 from areal_trainers.optim import Optimizer
 from areal_trainers.platform import Platform, get_platform
@@ -101,6 +102,8 @@ def run_training(
     sender: WeightsSender | None = None
     try:
         lm = load_causal_lm(config.model)
+        if t.lora.rank:
+            attach(lm, t.lora, t.seed)
         policy = shard(
             lm,
             ranks.mesh,
@@ -187,6 +190,7 @@ def check(config: RunConfig) -> None:
             "truncated distribution, which the trainer does not compute; train with top_p 1 and top_k 0"
         )
     config.algorithm.check(config.rollout.max_staleness)
+    _ = config.served_adapter
     if not config.model:
         raise ConfigError("`model` is not set; give the Hugging Face folder the policy starts from")
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
 from areal_trainers.buckets import DTYPES, Packer
+from areal_trainers.lora import write_adapter_config
 
 
 class WeightFolder:
@@ -71,7 +72,10 @@ class WeightFolder:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _finish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        self._lm.config.save_pretrained(temporary)
+        if manifest.adapter is not None:
+            write_adapter_config(temporary, manifest.adapter, self._lm.name_or_path or "")
+        else:
+            self._lm.config.save_pretrained(temporary)
         (temporary / LOCK_FILE).touch()
         count = len(manifest.buckets)
         if count > 1:

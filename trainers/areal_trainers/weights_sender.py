@@ -31,6 +31,7 @@ from areal_trainers.buckets import Packer
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
 from areal_trainers.clock import Clock
+from areal_trainers.lora import adapter_tensors, describe
 from areal_trainers.platform import Platform
 from areal_trainers.ranks import Ranks
 from areal_trainers.weight_folder import WeightFolder
@@ -88,7 +89,14 @@ class WeightsSender:
                 f"{platform.backend}; leave it auto"
             )
         bucket_bytes = int(config.bucket_mib * MIB)
-        self._packer = Packer(dict(unique_tensors(lm)), dtype, bucket_bytes, keep=ranks.first)
+        apart = config.adapter == "adapter"  # RunConfig.served_adapter: then there is one
+        self._packer = Packer(
+            dict(adapter_tensors(lm) if apart else unique_tensors(lm)),
+            dtype,
+            bucket_bytes,
+            keep=ranks.first,
+            adapter=describe(lm) if apart else None,
+        )
         self.manifest = self._packer.manifest
         self._store: TCPStore | None = None
         self._files: WeightFolder | None = None

@@ -19,6 +19,7 @@ from areal_agent.checks import model_folder
 from areal_agent.config import RunConfig
 from areal_agent.errors import ArealError, ConfigError, EngineError
 from areal_agent.launch.machine import detect_platform, plan_engines
+from areal_gateway.fleet.adapter import EngineAdapter, write_first_adapter
 from areal_gateway.fleet.member import Member
 from areal_gateway.fleet.probe import ProbeReply, probe
 from areal_gateway.fleet.process import (
@@ -66,6 +67,7 @@ class Fleet:
         self.weights = WeightTransaction(self, config.weights)
         self._command = command
         self._platform = "cpu"
+        self._adapter: EngineAdapter | None = None
         self.calls = CallRunner(self, config)
         self._attached = itertools.count()
         self._held = False
@@ -85,8 +87,11 @@ class Fleet:
         f = self.config.fleet
         self._platform = detect_platform(self.config)
         count, why = plan_engines(self.config)
+        lora = self.config.served_adapter
         if count:
-            model_folder(self.config.model)
+            model = model_folder(self.config.model)
+            if lora is not None:
+                self._adapter = write_first_adapter(self.run_dir.absolute() / "adapter", model, lora)
         self._emit("fleet", engines=count + len(f.attach), reason=why)
         self.members = [Member(f"engine-{i}", index=i, driver=f.driver) for i in range(count)]
         self.members += [self._newcomer(url) for url in f.attach]
@@ -147,6 +152,7 @@ class Fleet:
             trainer_ranks=self.config.trainer.ranks,
             fleet=f,
             seed=(self.config.rollout.seed * 1009 + member.index * 101 + member.starts) % 2**31,
+            adapter=self._adapter,
         )
         log = self.run_dir / "logs" / f"{member.id}.log"
         await member.launch(spec, self._command, log, f.start_timeout_s)

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from areal_agent.errors import EngineError
+from areal_gateway.fleet.process import MODEL_NAME
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
 
 KEEPALIVE_S = 2.0
@@ -82,9 +83,10 @@ class EngineHTTP:
         await self.call("GET", "/health", timeout_s)
 
     async def model_name(self, timeout_s: float) -> str:
-        """The first model the server lists."""
+        """The first model the server lists; where it has an adapter of our name, that."""
         try:
-            return str((await self.call("GET", "/v1/models", timeout_s))["data"][0]["id"])
+            names = [str(m["id"]) for m in (await self.call("GET", "/v1/models", timeout_s))["data"]]
+            return MODEL_NAME if MODEL_NAME in names else names[0]
         except (KeyError, IndexError, TypeError) as e:
             raise EngineError(f"engine {self.url} lists no model") from e
 

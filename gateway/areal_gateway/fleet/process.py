@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from areal_agent.config import FleetConfig
+from areal_gateway.fleet.adapter import EngineAdapter
 
 MODEL_NAME = "policy"
-"""Served model name of the engines that we start."""
+"""Served model name of the engines that we start; of the adapter, where they serve one."""
+
+BASE_NAME = "base"
+"""Then the name of the model under it, which no request asks for."""
 
 EXTENSION = "areal_gateway.worker_extension.AREALWorkerExtension"
 
@@ -35,6 +39,7 @@ class LaunchSpec:
     trainer_ranks: int
     fleet: FleetConfig
     seed: int = 0
+    adapter: EngineAdapter | None = None
 
 
 MAX_LOGPROBS = 21
@@ -55,7 +60,12 @@ class EngineArgs:
 def _common(spec: LaunchSpec, dtype: str, *more: str) -> list[str]:
     f = spec.fleet
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", spec.model, "--served-model-name", MODEL_NAME]
+    command += ["--model", spec.model]
+    if spec.adapter is None:
+        command += ["--served-model-name", MODEL_NAME]
+    else:
+        command += ["--served-model-name", BASE_NAME, "--lora-modules", f"{MODEL_NAME}={spec.adapter.folder}"]
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(spec.adapter.room)]
     command += ["--host", "127.0.0.1", "--port", str(spec.port)]
     command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION]
     # The recorded logprob is of the distribution that was sampled from, temperature and cuts included.

@@ -16,9 +16,11 @@ from areal_trainers.ranks import Ranks
 
 @dataclass(frozen=True)
 class Companions:
-    """reference: gives logprobs, takes no gradient. critic: gives values, and learns."""
+    """reference: gives logprobs, takes no gradient; `reference_within` instead: it is the policy without its LoRA
+    adapter. critic: gives values, and learns."""
 
     reference: Policy | None = None
+    reference_within: bool = False
     critic: Critic | None = None
 
 
@@ -28,7 +30,8 @@ def load_companions(config: RunConfig, ranks: Ranks, platform: Platform) -> Comp
     algorithm, t = config.algorithm, config.trainer
     dtype = getattr(torch, t.compute_dtype)
     reference = critic = None
-    if algorithm.needs_reference:
+    within = algorithm.needs_reference and t.lora.rank > 0 and not algorithm.reference
+    if algorithm.needs_reference and not within:
         lm = load_causal_lm(algorithm.reference or config.model).requires_grad_(False)
         reference = shard(lm, ranks.mesh, dtype, kernel=platform.attention, sequence=ranks.sequence)
     if algorithm.needs_critic:
@@ -42,4 +45,4 @@ def load_companions(config: RunConfig, ranks: Ranks, platform: Platform) -> Comp
         )
         optimizer = Optimizer.of(t, model.parameters(), algorithm.critic_learning_rate)
         critic = Critic(model, optimizer, ranks, algorithm, t.microbatch_tokens)
-    return Companions(reference, critic)
+    return Companions(reference, within, critic)
