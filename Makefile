@@ -14,8 +14,9 @@ setup: ## make or refresh .venv (real vLLM for CPU included)
 train: setup ## the main job: teach a tool-using agent on this machine's CPU (ARGS="--steps 20")
 	@$(PY) -m areal_agent.cli train examples/agents/calculator.py $(ARGS)
 
-test: setup lint ## lint and run every test, those on real engines included (ARGS="-m 'not engine'")
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+test: setup lint ## lint and run every test, those on real engines last and one at a time (ARGS="tests/gateway")
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not engine" $(ARGS)
+	@$(PY) -m pytest -m "engine and not slow" $(ARGS) || [ $$? -eq 5 ]
 
 lint: setup ## ruff, pyright and the import contracts
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
