@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
+from areal_agent.weights import IN_FLIGHT, LOCK_FILE, Manifest, checksum, shard_name
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -169,15 +169,15 @@ class _Membership:
             return group.broadcast([landings[i]], options)
 
         checksums = []
-        # Two are asked for at a time: one comes in while the one before it is checked.
-        works = [start(i) for i in range(min(2, len(landings)))]
+        # Several are asked for at a time: the next come in while one is checked.
+        works = [start(i) for i in range(min(IN_FLIGHT, len(landings)))]
         for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
             works[i].wait()
             checksums.append(checksum(landing.view(torch.int64)))
             if landing is not staged:
                 staged.copy_(landing)
-            if i + 2 < len(landings):
-                works.append(start(i + 2))
+            if i + IN_FLIGHT < len(landings):
+                works.append(start(i + IN_FLIGHT))
         self.checksums = checksums
         self.phase = "received"
 
@@ -202,12 +202,12 @@ class _Membership:
         self.phase = "received"
 
     def _landings(self, manifest: Manifest) -> list[torch.Tensor]:
-        """Where each bucket is received: staging itself, or one of two buffers on the device by turns."""
+        """Where each bucket is received: staging itself, or one of IN_FLIGHT buffers on the device by turns."""
         if self.device == "cpu":
             return self.staging
         most = max(b.nbytes for b in manifest.buckets)
-        two = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return [two[i % 2][: b.nbytes] for i, b in enumerate(manifest.buckets)]
+        few = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(IN_FLIGHT)]
+        return [few[i % IN_FLIGHT][: b.nbytes] for i, b in enumerate(manifest.buckets)]
 
 
 def _fit(staging: list[torch.Tensor], sizes: list[int], *, pin: bool) -> None:
