@@ -27,13 +27,13 @@ DISK = "disk"
 LOCK_FILE = "lock"
 """In that folder: readers hold a shared flock(2) on it while they read, whoever removes it an exclusive one."""
 
-IN_FLIGHT = 2
-"""Buckets on the wire at once; both sides have the next one ready before this one has gone."""
+IN_FLIGHT = 4
+"""Buckets on the wire at once: a side that is late, for its core does something else, keeps nobody waiting."""
 
 CHUNK = 64
 """Words of 8 bytes that a checksum adds up at a time: the finest order it can see is that of 512 bytes."""
 
-COLUMNS = 1024
+COLUMNS = 256
 
 
 class TensorSpec(BaseModel, frozen=True):
