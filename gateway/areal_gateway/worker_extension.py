@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,15 @@ class _Membership:
         self.thread.start()
 
     def close(self) -> None:
-        """Leave the group. Ends the thread soon: aborting the group fails what it waits for."""
+        """Leave the group, without waiting for what is under way; that fails at its deadline at the latest.
+
+        The thread keeps the group until then: destroying a gloo group waits for its work with the interpreter
+        locked, and the engine would decode nothing for so long.
+        """
         self.closed = True
         self._jobs.put(None)
-        group, self.group = self.group, None
-        if group is not None:
-            group.abort()
+        if self.group is not None:
+            self.group.abort()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self.closed:
@@ -162,23 +165,29 @@ class _Membership:
         landings = self._landings(manifest)
 
         def start(i: int) -> Any:
-            if (group := self.group) is None:
+            if self.closed:
                 raise RuntimeError("the group was closed")
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-            return group.broadcast([landings[i]], options)
+            return self.group.broadcast([landings[i]], options)
 
         checksums = []
         # Several are asked for at a time: the next come in while one is checked.
         works = [start(i) for i in range(min(IN_FLIGHT, len(landings)))]
-        for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
-            works[i].wait()
-            checksums.append(checksum(landing.view(torch.int64)))
-            if landing is not staged:
-                staged.copy_(landing)
-            if i + IN_FLIGHT < len(landings):
-                works.append(start(i + IN_FLIGHT))
+        try:
+            for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
+                works[i].wait()
+                checksums.append(checksum(landing.view(torch.int64)))
+                if landing is not staged:
+                    staged.copy_(landing)
+                if i + IN_FLIGHT < len(landings):
+                    works.append(start(i + IN_FLIGHT))
+        except BaseException:
+            for work in works:  # see close
+                with suppress(RuntimeError):
+                    work.wait()
+            raise
         self.checksums = checksums
         self.phase = "received"
 
