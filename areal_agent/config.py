@@ -7,7 +7,7 @@ The controller resolves it once (code, then `areal.yaml`, then defaults), writes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -385,7 +385,10 @@ class WeightsConfig(Section):
     folder: str = Field(default="", description="disk: where versions are written; empty: RUN_DIR/weights")
     keep: int = Field(default=2, ge=1, description="disk: versions kept; one being read is kept in any case")
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field(default="auto", description="collective backend")
-    bucket_mib: float = Field(default=64.0, gt=0, description="most MiB in one broadcast")
+    bucket_mib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="most MiB in one broadcast or file; auto: 4 between CPUs, whose caches then hold it, else 32; 64 a file",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="wire dtype; auto: fleet.dtype, float32 where that is auto too"
     )

@@ -27,10 +27,13 @@ DISK = "disk"
 LOCK_FILE = "lock"
 """In that folder: readers hold a shared flock(2) on it while they read, whoever removes it an exclusive one."""
 
+IN_FLIGHT = 4
+"""Buckets on the wire at once: a side that is late, for its core does something else, keeps nobody waiting."""
+
 CHUNK = 64
 """Words of 8 bytes that a checksum adds up at a time: the finest order it can see is that of 512 bytes."""
 
-COLUMNS = 1024
+COLUMNS = 256
 
 
 class TensorSpec(BaseModel, frozen=True):
@@ -76,25 +79,31 @@ class Manifest(BaseModel, frozen=True):
 
 
 def plan(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int, adapter: Adapter | None = None
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    bucket_bytes: int,
+    adapter: Adapter | None = None,
+    *,
+    alone_bytes: int | None = None,
 ) -> Manifest:
     """Pack (name, dtype, shape) in the given order into buckets of at most `bucket_bytes`.
 
-    A tensor larger than that gets a bucket to itself. Raises ValueError for a dtype not on the wire.
+    A tensor of `alone_bytes` or more (None: larger than `bucket_bytes`) gets a bucket to itself. Raises
+    ValueError for a dtype not on the wire.
     """
     buckets: list[Bucket] = []
     current: list[TensorSpec] = []
-    end = 0
+    end, last_alone = 0, False
     for name, dtype, shape in tensors:
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{name} has dtype {dtype}; the wire carries {', '.join(ITEM_BYTES)}")
         size = math.prod(shape) * ITEM_BYTES[dtype]
         offset = -(-end // ALIGN) * ALIGN
-        if current and offset + size > bucket_bytes:
+        alone = alone_bytes is not None and size >= alone_bytes
+        if current and (alone or last_alone or offset + size > bucket_bytes):
             buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
             current, offset = [], 0
         current.append(TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset))
-        end = offset + size
+        end, last_alone = offset + size, alone
     if current:
         buckets.append(Bucket(tensors=tuple(current), nbytes=-(-end // ALIGN) * ALIGN))
     return Manifest(buckets=tuple(buckets), adapter=adapter)

@@ -4,7 +4,11 @@ Two real engines, a closed loop of calls, and weight updates by broadcast at a f
 replies. The same engines and the same lengths (log-normal, the longest 20 times the mean) under three ways:
 `keep` freezes replies and lets them go on, `resubmit` aborts them and sends prompt and partial reply again,
 `drain` admits nothing new and waits for the longest (Fu et al., AReaL, 2025, "interruptible generation", has
-the first against the last). `prefilled again`: tokens that had to be computed a second time, for each update.
+the first against the last). New weights lie in the engines before a drain begins, which favours it.
+
+For each update: `prefilled again`, tokens that had to be computed a second time; `tokens lost`, how far it
+fell behind the rate just before updates (the mean of all runs). From the latter follows keep over drain for
+other intervals, which is computed, not measured.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -19,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +42,9 @@ from fakes.sender import Sender, checksums, pack  # noqa: E402
 from small_model.warm_start import RECIPE, blank  # noqa: E402
 
 MODES = ("keep", "resubmit", "drain")
+INTERVALS = (5, 10, 15, 20, 30)
+"""Mean replies between two updates, for which keep over drain is computed."""
+
 PROMPT_TOKENS = 64
 SIGMA = 1.2
 """Of the lengths' logarithms."""
@@ -56,7 +64,8 @@ class Regime:
     mean: int
     replies: int
     updates: int
-    rounds: int
+    order: tuple[str, ...]
+    """Modes as they run: there and back, for the machine's other work must not favour a place in the order."""
 
     def lengths(self) -> Iterator[int]:
         """Tokens of one reply after the other, the same in every mode."""
@@ -66,8 +75,8 @@ class Regime:
             yield max(1, min(LONGEST * self.mean, round(rng.lognormvariate(middle, SIGMA))))
 
 
-QUICK = Regime(calls=32, mean=50, replies=15, updates=2, rounds=2)
-WHOLE = Regime(calls=64, mean=100, replies=15, updates=4, rounds=2)
+QUICK = Regime(calls=64, mean=50, replies=15, updates=1, order=("keep", "drain", "resubmit", "drain", "keep"))
+WHOLE = Regime(calls=64, mean=80, replies=15, updates=2, order=("keep", "drain", "resubmit", "drain", "keep"))
 
 
 @dataclass
@@ -78,8 +87,6 @@ class Loop:
     regime: Regime
     tokens: int = 0
     done: int = 0
-    seconds: list[float] = field(default_factory=list)
-    """Of replies, per token."""
 
     async def run(self) -> None:
         lengths = self.regime.lengths()
@@ -92,7 +99,6 @@ class Loop:
         for n in lengths:
             prompt = [rng.randrange(100, 900) for _ in range(PROMPT_TOKENS)]
             sampling = EngineSampling(max_tokens=n, extra={"ignore_eos": True})
-            began = time.perf_counter()
             stream = self.fleet.generate(session_id=f"s{i}", prompt_ids=prompt, sampling=sampling)
             got = 0
             async with aclosing(stream):
@@ -102,7 +108,6 @@ class Loop:
             if got != n:
                 raise SystemExit(f"a reply of {n} tokens came with {got}")
             self.done += 1
-            self.seconds.append((time.perf_counter() - began) / n)
 
 
 def measure(quick: bool) -> Report:
@@ -126,23 +131,43 @@ async def compare(report: Report, model: Path, scratch: Path, regime: Regime) ->
     interval: float | None = None
     per_mode: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     try:
-        for i in range(regime.rounds):
-            # Every other round backwards: the machine's other work must not favour a place in the order.
-            for mode in MODES[:: 1 if i % 2 == 0 else -1]:
-                figures = await run(mode, config, engines, scratch, weights, regime, interval)
-                interval = interval or figures["interval"]
-                per_mode[mode].append(figures)
+        for mode in regime.order:
+            figures = await run(mode, config, engines, scratch, weights, regime, interval)
+            interval = interval or figures["interval"]
+            print(
+                mode, json.dumps(figures), file=sys.stderr, flush=True
+            )  # a run cut short has said something
+            per_mode[mode].append(figures)
     finally:
         await engines.stop()
+    assert interval is not None
+    steady = statistics.fmean(f["steady"] for runs in per_mode.values() for f in runs)
     speed = {mode: statistics.fmean(f["tokens/s"] for f in runs) for mode, runs in per_mode.items()}
+    lost = {mode: (steady - speed[mode]) * interval for mode in MODES}
     for mode, runs in per_mode.items():
-        row = {name: statistics.fmean(f[name] for f in runs) for name in runs[0] if name != "interval"}
-        report.rows.append({"mode": mode, **row, "over drain": speed[mode] / speed["drain"]})
-    report.facts["calls in flight"] = regime.calls
-    report.facts["mean reply, tokens"] = statistics.fmean(islice(regime.lengths(), 4000))
-    report.facts["update interval, mean replies"] = regime.replies
-    report.facts["update interval, s"] = interval
-    report.facts["updates per mode"] = regime.updates * regime.rounds
+        row = {name: statistics.fmean(f[name] for f in runs) for name in runs[0]}
+        del row["interval"], row["steady"]
+        ratio = speed[mode] / speed["drain"]
+        report.rows.append({"mode": mode, **row, "tokens lost": lost[mode], "over drain": ratio})
+    lengths = list(islice(regime.lengths(), 4000))
+    report.facts["calls in flight, on two engines"] = regime.calls
+    report.facts["prompt, tokens"] = PROMPT_TOKENS
+    report.facts["replies, tokens"] = (
+        f"mean {statistics.fmean(lengths):.0f}, median {statistics.median(lengths):.0f}, longest {max(lengths)} "
+        f"(log-normal, sigma {SIGMA:g}, cut at {LONGEST} x the mean)"
+    )
+    report.facts["update interval"] = f"{regime.replies} mean replies, {interval:.1f} s"
+    report.facts["updates per mode"] = {mode: regime.updates * len(runs) for mode, runs in per_mode.items()}
+    report.facts["keep over drain, runs in their order"] = ", ".join(
+        f"{a['tokens/s'] / b['tokens/s']:.2f}"
+        for a, b in zip(per_mode["keep"], per_mode["drain"], strict=True)
+    )
+    reply_s = interval / regime.replies
+    report.facts["keep over drain, computed, by interval in mean replies"] = ", ".join(
+        f"{n}: {(steady * n * reply_s - lost['keep']) / (steady * n * reply_s - lost['drain']):.2f}"
+        for n in INTERVALS
+    )
+    report.facts["load average of the machine"] = f"{os.getloadavg()[0]:.1f}"
     ratio = speed["keep"] / speed["drain"]
     report.target(f"keep has at least 1.12 times the throughput of drain: {ratio:.2f}", ratio >= 1.12)
 
@@ -167,16 +192,21 @@ async def run(
     calls = asyncio.create_task(loop.run())
     try:
         # The first update of a fleet makes the group, and the first of an engine compiles: neither is measured.
-        await asyncio.sleep(RAMP_S / 2)
+        await sleep_until(time.perf_counter() + RAMP_S / 2, calls)
         await update("keep", fleet, sender, weights)
-        await asyncio.sleep(RAMP_S / 2)
-        if interval is None:
-            interval = regime.replies * regime.mean * statistics.median(loop.seconds)
-        latencies, pauses = [], []
+        here, then = loop.tokens, time.perf_counter()
+        await sleep_until(then + RAMP_S / 2, calls)
+        if interval is None:  # a mean reply takes calls x mean length / rate (Little's law)
+            rate = (loop.tokens - here) / (time.perf_counter() - then)
+            interval = regime.replies * regime.calls * statistics.fmean(islice(regime.lengths(), 4000)) / rate
+        latencies, pauses, steady = [], [], []
         fleet.calls.prefilled_again.clear()
         tokens, began = loop.tokens, time.perf_counter()
         for i in range(regime.updates):
+            await sleep_until(began + (i + 0.25) * interval, calls)
+            here, then = loop.tokens, time.perf_counter()
             await sleep_until(began + (i + 0.5) * interval, calls)
+            steady.append((loop.tokens - here) / (time.perf_counter() - then))
             start = time.perf_counter()
             pauses.append(await update(mode, fleet, sender, weights))
             latencies.append(time.perf_counter() - start)
@@ -189,6 +219,7 @@ async def run(
             "pause s": statistics.fmean(pauses),
             "prefilled again": again / regime.updates,
             "interval": interval,
+            "steady": statistics.fmean(steady),
         }
     finally:
         calls.cancel()

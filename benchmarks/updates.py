@@ -145,17 +145,17 @@ def report(
     worst, tokens, seen = 0.0, 0, set()
     wrong = 10.0
     for version in range(UPDATES + 1):
-        for ids, logprobs, spans in crossing:
+        of_it = [r for r in crossing if any(v == version for _, _, v in r[2])]
+        wanted = policies.logprobs_of_all(version, PROMPT, [ids for ids, _, _ in of_it])
+        for (_, logprobs, spans), want in zip(of_it, wanted, strict=True):
             for (start, end, v), after in zip(spans, [*spans[1:], None], strict=True):
                 if v != version:
                     continue
-                want = policies.logprobs(v, PROMPT, ids).tolist()
                 near = {*range(start, min(start + AROUND, end)), *range(max(start, end - AROUND), end)}
                 worst = max(worst, *(abs(want[i] - logprobs[i]) for i in near))
                 tokens += len(near)
-                if (
-                    after is not None
-                ):  # the neighbour's tokens under this version: what a wrong span looks like
+                if after is not None:
+                    # The neighbour's tokens under this version: what a wrong span looks like.
                     seen.add((v, after[2]))
                     beyond = range(end, min(end + AROUND, after[1]))
                     wrong = min(wrong, max(abs(want[i] - logprobs[i]) for i in beyond))

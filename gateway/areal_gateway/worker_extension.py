@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from areal_agent.weights import LOCK_FILE, Manifest, checksum, shard_name
+from areal_agent.weights import IN_FLIGHT, LOCK_FILE, Manifest, checksum, shard_name
 from areal_gateway.worker_lora import refuse_whole_weights, replace_adapter
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -131,12 +132,15 @@ class _Membership:
         self.thread.start()
 
     def close(self) -> None:
-        """Leave the group. Ends the thread soon: aborting the group fails what it waits for."""
+        """Leave the group, without waiting for what is under way; that fails at its deadline at the latest.
+
+        The thread keeps the group until then: destroying a gloo group waits for its work with the interpreter
+        locked, and the engine would decode nothing for so long.
+        """
         self.closed = True
         self._jobs.put(None)
-        group, self.group = self.group, None
-        if group is not None:
-            group.abort()
+        if self.group is not None:
+            self.group.abort()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self.closed:
@@ -162,23 +166,29 @@ class _Membership:
         landings = self._landings(manifest)
 
         def start(i: int) -> Any:
-            if (group := self.group) is None:
+            if self.closed:
                 raise RuntimeError("the group was closed")
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             options.timeout = timedelta(seconds=max(0.01, end - time.monotonic()))
-            return group.broadcast([landings[i]], options)
+            return self.group.broadcast([landings[i]], options)
 
         checksums = []
-        # Two are asked for at a time: one comes in while the one before it is checked.
-        works = [start(i) for i in range(min(2, len(landings)))]
-        for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
-            works[i].wait()
-            checksums.append(checksum(landing.view(torch.int64)))
-            if landing is not staged:
-                staged.copy_(landing)
-            if i + 2 < len(landings):
-                works.append(start(i + 2))
+        # Several are asked for at a time: the next come in while one is checked.
+        works = [start(i) for i in range(min(IN_FLIGHT, len(landings)))]
+        try:
+            for i, (staged, landing) in enumerate(zip(self.staging, landings, strict=True)):
+                works[i].wait()
+                checksums.append(checksum(landing.view(torch.int64)))
+                if landing is not staged:
+                    staged.copy_(landing)
+                if i + IN_FLIGHT < len(landings):
+                    works.append(start(i + IN_FLIGHT))
+        except BaseException:
+            for work in works:  # see close
+                with suppress(RuntimeError):
+                    work.wait()
+            raise
         self.checksums = checksums
         self.phase = "received"
 
@@ -203,12 +213,12 @@ class _Membership:
         self.phase = "received"
 
     def _landings(self, manifest: Manifest) -> list[torch.Tensor]:
-        """Where each bucket is received: staging itself, or one of two buffers on the device by turns."""
+        """Where each bucket is received: staging itself, or one of IN_FLIGHT buffers on the device by turns."""
         if self.device == "cpu":
             return self.staging
         most = max(b.nbytes for b in manifest.buckets)
-        two = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return [two[i % 2][: b.nbytes] for i, b in enumerate(manifest.buckets)]
+        few = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(IN_FLIGHT)]
+        return [few[i % IN_FLIGHT][: b.nbytes] for i, b in enumerate(manifest.buckets)]
 
 
 def _fit(staging: list[torch.Tensor], sizes: list[int], *, pin: bool) -> None:
@@ -357,7 +367,10 @@ def reload_model(model: torch.nn.Module, vllm_config: Any, device: Any, tensors:
     )
 
     wanted = {name for name, _ in model.named_parameters()}
-    with torch.no_grad(), set_current_vllm_config(vllm_config), torch.device(device):
+    device = torch.device(device)
+    # As a context it is asked at every call of torch, which for a small model is a third of the time.
+    there = nullcontext() if torch.get_default_device() == device else device
+    with torch.no_grad(), set_current_vllm_config(vllm_config), there:
         initialize_layerwise_reload(model)
         loaded = model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         short = _half_loaded(model)

@@ -87,6 +87,23 @@ class Policies:
         picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         return picked.gather(1, torch.tensor(reply)[:, None])[:, 0]
 
+    def logprobs_of_all(
+        self, version: int, prompt: list[int], replies: list[list[int]], at_once: int = 16
+    ) -> list[list[float]]:
+        """As `logprobs`, of many replies, padded together: a forward each would cost more than the engines do."""
+        import torch
+
+        self.go_to(version)
+        out: list[list[float]] = []
+        for first in range(0, len(replies), at_once):
+            some = replies[first : first + at_once]
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + r) for r in some], batch_first=True)
+            with torch.no_grad():  # padding comes after what counts, and attention is causal
+                picked = self.model(ids).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
+            chosen = picked.gather(2, ids[:, len(prompt) :, None])[..., 0]
+            out += [row[: len(r)].tolist() for row, r in zip(chosen, some, strict=True)]
+        return out
+
 
 def run_config(**sections: dict[str, Any]) -> RunConfig:
     """A run's config with deadlines short enough for tests."""

@@ -245,3 +245,17 @@ def test_receiving_for_another_epoch_is_refused(sender: Sender) -> None:
     r.abort(2)
     assert r.status()["epoch"] == 3, "an abort of another epoch leaves this one alone"
     r.abort(3)
+
+
+def test_leaving_within_a_broadcast_holds_up_nobody(sender: Sender) -> None:
+    """`abort` runs in the engine's main loop; the sender is alive and sends no second bucket."""
+    receiver = WeightReceiver(worker_rank=0)
+    join_all(sender, [receiver], epoch=1)
+    manifest, buckets = pack(tensors(1), 256)
+    assert len(buckets) > 2
+    receiver.receive(epoch=1, version=1, manifest=manifest.model_dump(), timeout_s=10)
+    sender.broadcast(buckets[:1])
+    began = time.monotonic()
+    receiver.abort(1)
+    assert time.monotonic() - began < 3  # a third of the broadcast's deadline
+    assert receiver.status()["phase"] == "idle"

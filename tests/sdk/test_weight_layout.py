@@ -18,12 +18,12 @@ SHAPES = st.lists(
 )
 
 
-@given(SHAPES, st.integers(16, 4096))
+@given(SHAPES, st.integers(16, 4096), st.none() | st.integers(1, 4096))
 def test_tensors_lie_in_order_without_overlap_and_only_a_large_one_exceeds_a_bucket(
-    shapes, limit: int
+    shapes, limit: int, alone: int | None
 ) -> None:
     tensors = [(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(shapes)]
-    manifest = plan(tensors, limit)
+    manifest = plan(tensors, limit, alone_bytes=alone)
     flat = [spec for bucket in manifest.buckets for spec in bucket.tensors]
     assert [(s.name, s.dtype, s.shape) for s in flat] == tensors
     for bucket in manifest.buckets:
@@ -36,12 +36,20 @@ def test_tensors_lie_in_order_without_overlap_and_only_a_large_one_exceeds_a_buc
         assert end <= bucket.nbytes
         assert bucket.nbytes % ALIGN == 0
         assert len(bucket.tensors) == 1 or end <= limit
+        assert len(bucket.tensors) == 1 or alone is None or all(s.nbytes < alone for s in bucket.tensors)
 
 
 def test_a_tensor_larger_than_a_bucket_is_a_bucket_of_its_own() -> None:
     sizes = [4, 100, 4, 4]
     manifest = plan([(f"t{i}", "float32", (n,)) for i, n in enumerate(sizes)], 64)
     assert [[t.name for t in b.tensors] for b in manifest.buckets] == [["t0"], ["t1"], ["t2", "t3"]]
+
+
+def test_a_tensor_that_goes_alone_leaves_the_small_ones_around_it_packed() -> None:
+    sizes = [4, 4, 8, 4, 4]
+    manifest = plan([(f"t{i}", "float32", (n,)) for i, n in enumerate(sizes)], 64, alone_bytes=32)
+    names = [[t.name for t in b.tensors] for b in manifest.buckets]
+    assert names == [["t0", "t1"], ["t2"], ["t3", "t4"]]
 
 
 WORDS = st.integers(0, 2**32).map(lambda seed: np.random.default_rng(seed).integers(-(2**63), 2**63, 70_000))

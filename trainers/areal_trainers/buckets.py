@@ -1,9 +1,9 @@
 """The policy's weights as packed buckets, one after the other, for a broadcast or for a file.
 
-Invariant: no more than two buckets and one whole tensor exist beside the shards. While one bucket is being
-sent the next is gathered into the other buffer; a third waits until the first has gone.
+Invariant: no more than IN_FLIGHT buckets and one whole tensor exist beside the shards. While buckets are being
+sent the next is gathered into a buffer that is free; with none free it waits until the first has gone.
 
-A tensor larger than a bucket is a bucket of its own (`areal_agent.weights.plan`). One that needs no cast
+A tensor of half a bucket or more is a bucket of its own (`areal_agent.weights.plan`). One that needs no cast
 and fills its bucket alone is handed out as it lies, without a copy.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from areal_agent.weights import ITEM_BYTES, Adapter, Bucket, Manifest, plan
+from areal_agent.weights import IN_FLIGHT, ITEM_BYTES, Adapter, Bucket, Manifest, plan
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
@@ -51,12 +51,15 @@ class Packer:
     ) -> None:
         self._tensors, self._keep = tensors, keep
         self.manifest: Manifest = plan(
-            [(name, dtype, tuple(t.shape)) for name, t in tensors.items()], bucket_bytes, adapter
+            [(name, dtype, tuple(t.shape)) for name, t in tensors.items()],
+            bucket_bytes,
+            adapter,
+            alone_bytes=bucket_bytes // 2,
         )
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * IN_FLIGHT
 
     def pack(self, index: int) -> torch.Tensor:
-        """Bucket `index` as uint8 [nbytes] (empty where not `keep`); its memory is used again by `index` + 2."""
+        """Bucket `index` as uint8 [nbytes] (empty where not `keep`); its memory is used again by `index` + IN_FLIGHT."""
         bucket = self.manifest.buckets[index]
         flat: torch.Tensor | None = None
         end = 0
@@ -68,14 +71,14 @@ class Packer:
             if (as_it_is := _alone(bucket, tensor)) is not None:
                 return as_it_is
             if flat is None:
-                flat = self._buffer(index % 2, bucket.nbytes, tensor.device)
+                flat = self._buffer(index % IN_FLIGHT, bucket.nbytes, tensor.device)
             flat[end : spec.offset].zero_()  # so that equal weights make equal bytes
             end = spec.offset + spec.nbytes
             place = flat[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype])
             place.view(spec.shape).copy_(tensor)
             del tensor  # before the next is gathered
         if flat is None:
-            return self._buffers[index % 2][:0]
+            return self._buffers[index % IN_FLIGHT][:0]
         flat[end:].zero_()
         return flat
 

@@ -2,7 +2,7 @@
 
 Invariant: a folder `version-N` holds all of version N, on the disk itself (fsync) before it has that name.
 One that an engine is reading is never removed. One bucket is one safetensors file, so rank 0 holds no more
-than the packer's two buckets.
+than the packer's few buckets.
 """
 
 from __future__ import annotations

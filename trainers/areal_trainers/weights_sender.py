@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from areal_agent.config import FleetConfig, WeightsConfig
 from areal_agent.errors import GatewayError, WeightUpdateError
-from areal_agent.weights import DISK, checksum
+from areal_agent.weights import DISK, IN_FLIGHT, checksum
 from areal_trainers.buckets import Packer
 from areal_trainers.checkpoint import unique_tensors
 from areal_trainers.client import ANSWER_S, TrainerClient
@@ -37,6 +37,9 @@ from areal_trainers.ranks import Ranks
 from areal_trainers.weight_folder import WeightFolder
 
 MIB = 2**20
+DISK_BUCKET_MIB = 64.0
+"""A bucket is a file there."""
+
 LOOPBACK = "127.0.0.1"
 RETRY_PAUSE_S = 1.0
 """Between two epochs: an engine that broke is taken out meanwhile."""
@@ -88,12 +91,14 @@ class WeightsSender:
                 f"weights.backend = {config.backend} but platform {platform.name} broadcasts with "
                 f"{platform.backend}; leave it auto"
             )
-        bucket_bytes = int(config.bucket_mib * MIB)
+        mib = config.bucket_mib
+        if mib == "auto":
+            mib = DISK_BUCKET_MIB if config.transport == "disk" else platform.bucket_mib
         apart = config.adapter == "adapter"  # RunConfig.served_adapter: then there is one
         self._packer = Packer(
             dict(adapter_tensors(lm) if apart else unique_tensors(lm)),
             dtype,
-            bucket_bytes,
+            int(mib * MIB),
             keep=ranks.first,
             adapter=describe(lm) if apart else None,
         )
@@ -223,7 +228,7 @@ class WeightsSender:
         return update
 
     def _transfer(self) -> list[str]:
-        """Broadcast every bucket, at most two of them at once; their checksums (on rank 0)."""
+        """Broadcast every bucket, at most IN_FLIGHT of them at once; their checksums (on rank 0)."""
         end = time.monotonic() + self._config.transfer_timeout_s
         checksums: list[str] = []
         on_the_wire: list[tuple[Any, torch.Tensor]] = []
@@ -231,7 +236,7 @@ class WeightsSender:
         def send(flat: torch.Tensor) -> None:
             on_the_wire.append((self._broadcast(flat, end), flat))
             checksums.append(checksum(flat.view(torch.int64)))
-            if len(on_the_wire) == 2:
+            if len(on_the_wire) == IN_FLIGHT:
                 on_the_wire.pop(0)[0].wait()
 
         for i in range(len(self.manifest.buckets)):

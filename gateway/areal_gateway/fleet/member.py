@@ -182,7 +182,8 @@ class Member:
             self._http.model = await self._http.model_name(PROBE_TIMEOUT_S)
         if self._driver is not None:
             await self._driver.close()
-        driver = self._driver = await drive(self.url, self._http.model, self._choice, PROBE_TIMEOUT_S)
+        # The server makes its description when it is first asked for; a busy machine takes seconds over it.
+        driver = self._driver = await drive(self.url, self._http.model, self._choice, left)
         self.world_size = await driver.world_size(PROBE_TIMEOUT_S)
         held = await driver.held_version(PROBE_TIMEOUT_S) if self.attached else None
         if self.attached and await self._broke_off(held):

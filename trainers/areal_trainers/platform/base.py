@@ -18,6 +18,7 @@ class Platform(Protocol):
         visible_devices_env: environment variable that restricts which devices a process sees.
         default_dtype: compute dtype that suits the hardware (master weights are float32 everywhere).
         widest_float: widest floating-point dtype its collectives add in.
+        bucket_mib: MiB of weights that are best broadcast at once.
         attention: a name of attention.KERNELS, taken where it can compute in the run's dtype.
     """
 
@@ -26,6 +27,7 @@ class Platform(Protocol):
     visible_devices_env: str | None
     default_dtype: torch.dtype
     widest_float: torch.dtype
+    bucket_mib: float
     attention: str
 
     def available(self) -> bool:

@@ -16,6 +16,7 @@ class CudaPlatform:
     visible_devices_env: str | None = "CUDA_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
     widest_float = torch.float64
+    bucket_mib = 32.0
     attention = "flash"
 
     def available(self) -> bool:

@@ -21,6 +21,7 @@ class NpuPlatform:
     visible_devices_env: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     default_dtype = torch.bfloat16
     widest_float = torch.float32
+    bucket_mib = 32.0
     attention = "npu_fusion"
 
     @property
