@@ -114,9 +114,12 @@ def _of_generate(ids: list[int], raw: dict[str, Any]) -> list[float | None]:
     content = raw.get("content") or []
     if len(content) != len(ids):
         return [None] * len(ids)
+    # Written out: this runs for every token of every reply.
     return [
-        _sampled(entry.get("logprob")) if entry and entry.get("token_id") == token else None
-        for token, entry in zip(ids, content, strict=True)
+        p
+        if e and e.get("token_id") == t and (p := e.get("logprob")) is not None and MASKED < p < math.inf
+        else None
+        for t, e in zip(ids, content, strict=True)
     ]
 
 
