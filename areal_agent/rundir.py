@@ -73,8 +73,10 @@ class RunDir:
         return version_of(newest) if newest else 0
 
     def check_resumable(self) -> None:
-        """Raises ConfigError where the run has ended."""
-        if (summary := self.read("summary.json")) is not None:
+        """Raises ConfigError where the run has done all its steps; one that was asked to end before can go on."""
+        if (summary := self.read("summary.json")) is None:
+            return
+        if (summary.get("steps") or 0) >= self.read_config().trainer.steps:
             raise ConfigError(
                 f"the run in {self.path} has ended after {summary.get('steps')} steps, there is nothing to resume; "
                 f"to train on, start a run with the model {summary.get('checkpoint')}"

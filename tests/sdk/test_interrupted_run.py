@@ -150,8 +150,11 @@ async def test_a_run_killed_whole_goes_on_to_its_end(tmp_path: Path) -> None:
     assert summary["staleness_max"] <= 1
     assert (summary["reward_before"], summary["eval_before"]) == (before["reward"], before)
     assert summary["reward_after"] is not None
-    for source in ("trainer", "controller"):
-        assert [r["step"] for r in lines(run, source) if "eval_reward" not in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in lines(run, "trainer")] == list(range(1, STEPS + 1))
+    # The controller looks now and then: of steps faster than that it sees the last.
+    seen = [r["step"] for r in lines(run, "controller") if "eval_reward" not in r]
+    assert seen == sorted(set(seen))
+    assert seen[-1] == STEPS
     assert all(row["staleness_max"] <= 1 for row in lines(run, "trainer"))
 
     batches = trained_batches(run.path / "ledger.sqlite")

@@ -1,4 +1,4 @@
-"""Packing: the bytes are right, and no more of the model is whole at once than two buckets and a tensor."""
+"""Packing: the bytes are right, and no more of the model is whole at once than the buckets in flight and a tensor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from trainer_kit import make_model
 
+from areal_agent.weights import IN_FLIGHT
 from areal_trainers.buckets import DTYPES, Packer, whole
 
 
@@ -64,7 +65,9 @@ def test_a_large_tensor_that_needs_no_cast_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_two_ranks_never_hold_more_than_two_buckets_and_one_tensor(tmp_path: Path, lora: int) -> None:
+def test_two_ranks_never_hold_more_than_the_buckets_in_flight_and_one_tensor(
+    tmp_path: Path, lora: int
+) -> None:
     """FSDP2 over two processes; rank 0 counts the memory of everything gathered or packed that is alive. With
     LoRA that is a merged tensor, and the A and B of one layer."""
     folder = make_model(tmp_path / "m")
@@ -124,7 +127,7 @@ def _rank(folder: str, rank: int) -> None:
             assert all(torch.equal(got[n], expected[n].to(torch.bfloat16)) for n in expected)
             packed = sum(b.numel() for b in packer._buffers)
             assert most <= largest, (most, largest)
-            assert packed <= 2 * max(limit, max(b.nbytes for b in packer.manifest.buckets))
+            assert packed <= IN_FLIGHT * max(limit, max(b.nbytes for b in packer.manifest.buckets))
             print("rank 0 held", most, packed)
         else:
             for i in range(len(packer.manifest.buckets)):
