@@ -83,7 +83,8 @@ class RewardsConfig(Section):
         default=1.0,
         ge=0,
         le=1,
-        description="what a call gets of the returns of the calls that continue it, along the tree",
+        description="what a call gets of the returns of the calls that continue it, along the tree; in batches and "
+        "exports (`call_returns`), while the recipes compare whole sessions",
     )
 
 

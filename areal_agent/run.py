@@ -212,7 +212,9 @@ class Run:
     async def rollout(self, items: Sequence[Item], group_size: int) -> list[Group]:
         """Each task once, `group_size` sessions each, sampled as in training; nothing is trained."""
         with self.phase("rolling out"):
-            groups = [self._controller.run_group(i, "rollout", group_size) for i in items]
+            groups = [
+                self._controller.run_group(item, "rollout", group_size, n) for n, item in enumerate(items)
+            ]
             return await self._services.watch(self._with_status(gather(groups)))
 
     async def summarise(

@@ -120,6 +120,8 @@ async def atrain(
             )
         settings = folder.read_config()
         folder.check_resumable()
+        if agent is None and not settings.online.enabled:
+            raise ConfigError(f"{folder.path} is no online run; resume it with its agent, reward and dataset")
     if online.settle(settings, agent, reward, dataset, eval_dataset):
         training, held_out = [], [] if eval_dataset is None else data.load(eval_dataset, "eval_dataset")
         remarks = []

@@ -23,7 +23,7 @@ from areal_gateway.exchange import CallRequest, Exchange
 from areal_gateway.feedback import give
 from areal_gateway.fields import mapping
 from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
-from areal_gateway.online import Online
+from areal_gateway.online import Online, goes_on
 from areal_gateway.prepare import settle
 from areal_gateway.sessions import Session
 from areal_gateway.wishes import Wishes
@@ -83,14 +83,23 @@ def completions(dialect: Dialect) -> Handler:
             body = await read_json(request)
             asked = with_labels(dialect.read(body, caller), request)
             config = gateway.config
-            wishes = None if config.sampling.pinned else Wishes.of(body, dialect.fields)
+            # What an evaluation measures is not the agent's to choose.
+            fixed = config.sampling.pinned or (session is not None and session.record.purpose == "eval")
+            wishes = None if fixed else Wishes.of(body, dialect.fields)
             asked = settle(gateway.tokens, asked, constrain=config.gateway.constrain, wishes=wishes)
             digest = digest_of(dialect.name, body)
-            if isinstance(caller, Online):
-                session = await caller.session_for(asked, digest, request)
-            assert session is not None
-            ahead = await gateway.calls.prepare(session, asked)
-            exchange = begin(gateway, session, asked, digest, request, ahead)
+            while True:
+                if isinstance(caller, Online):
+                    session = await caller.session_for(asked, digest, request)
+                assert session is not None
+                try:
+                    ahead = await gateway.calls.prepare(session, asked)
+                    exchange = begin(gateway, session, asked, digest, request, ahead)
+                    break
+                except GatewayError:
+                    # A reward closed it meanwhile: an online service knows of no sessions, it gets the next one.
+                    if not isinstance(caller, Online) or goes_on(session):
+                        raise
         except GatewayError as e:
             if session is not None:
                 session.last_error = str(e)

@@ -62,6 +62,8 @@ def _at_once(tokens: Tokens, session: Session, request: CallRequest) -> list[Pre
         return prepare_all(tokens, session, request) if short else None
     if _chars(request.messages) <= LONG_CHARS:
         return prepare_all(tokens, session, request)
+    if tokens.bridges_whole:
+        return None
     attachment = session.tree.attach(request.messages, request.tools, request.after)
     if attachment.parent is None or _chars(attachment.new_messages) > LONG_CHARS:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_agent.config import RunConfig
-from areal_gateway.records import CallRecord, RewardRecord, SessionHistory
+from areal_gateway.records import REPLIED, CallRecord, RewardRecord, SessionHistory
 
 REWARD = "reward"
 """The name of the rewards that are trained on; others are kept and shown."""
@@ -78,9 +78,16 @@ class Credit:
                 about_labels.setdefault(tuple(sorted(r.labels.items())), []).append(r)
         out = {}
         for call in history.calls:
+            replied = (
+                call.state in REPLIED
+            )  # one that failed is asked again: labels are of the one that counts
             labels = {**history.session.labels, **call.labels}.items()
             found = [self.combine(about_calls.get(call.call_id, ()))]
-            found += [self.combine(rs) for wanted, rs in about_labels.items() if set(wanted) <= set(labels)]
+            found += [
+                self.combine(rs)
+                for wanted, rs in about_labels.items()
+                if replied and set(wanted) <= set(labels)
+            ]
             known = [v for _, v in found if v is not None]
             if known:
                 out[call.call_id] = "set", sum(known)
@@ -94,15 +101,15 @@ class Credit:
         """call id -> its own reward + turn_discount × the mean return of the calls that continue it.
 
         The session's own `reward` is earned at the end of every branch. Several continuations of a call are
-        samples of what may follow it; their mean is its estimate (a Monte Carlo return). A call about which,
-        and after which, nothing was said has None.
+        samples of what may follow it; their mean is its estimate (a Monte Carlo return). One that got no reply
+        continues nothing. A call about which, and after which, nothing was said has None.
         """
         given = self.combine(r for r in _named(history) if r.about_session)[1]
         at_leaf = reward if given is not None else None  # else it is the calls' own, counted there
         own = self.of_calls(history)
         children: dict[str, list[str]] = {}
         for call in history.calls:
-            if call.parent_id is not None:
+            if call.parent_id is not None and call.state in REPLIED:
                 children.setdefault(call.parent_id, []).append(call.call_id)
         out: dict[str, float | None] = {}
         for call in reversed(history.calls):  # a call is recorded after the one it continues
@@ -111,7 +118,7 @@ class Credit:
             parts = [own[call.call_id][1]]
             if later:
                 parts.append(self.turn_discount * sum(later) / len(later))
-            elif not after:
+            elif not after and call.state in REPLIED:
                 parts.append(at_leaf)
             known = [p for p in parts if p is not None]
             out[call.call_id] = sum(known) if known else None

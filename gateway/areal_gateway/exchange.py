@@ -181,6 +181,7 @@ class Exchange:
             self.request, messages=[], tools=[], prompts=(), notes={}
         )  # a retry brings them again
         self._wake()
+        self.forget()
 
     def _wake(self) -> None:
         self._changed.set()

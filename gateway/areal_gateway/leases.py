@@ -219,7 +219,8 @@ class Leases:
             ids = [s for g in groups for s in g.session_ids]
             batch = await asyncio.to_thread(self._fold, lease, ids)
         except BaseException:  # the trainer left, or the ledger failed: nobody holds this lease
-            self._end(lease.lease_id, LeaseEnd.NACK)
+            if lease.lease_id in self._leases:  # else it ended by itself meanwhile
+                self._end(lease.lease_id, LeaseEnd.NACK)
             raise
         self._events.publish("leased", lease_id=lease.lease_id, groups=len(groups), version=version)
         log.info(

@@ -61,8 +61,10 @@ class Online:
                 self._named[name] = session.id
 
     def _open(self) -> Iterable[Session]:
-        """Newest first."""
-        return (s for s in reversed(self._sessions.running()) if s.record.task_id.startswith(TASK))
+        """Those that take calls, newest first."""
+        return (
+            s for s in reversed(self._sessions.running()) if s.record.task_id.startswith(TASK) and goes_on(s)
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -75,12 +77,14 @@ class Online:
         """The session a call belongs to, opened where there is none."""
         async with self._opening:
             name = name_of(request)
-            return self.find(asked, digest, request) or await self._begin(name)
+            found = self.find(asked, digest, request)
+            # A client that leaves now must not leave a session behind that its name does not lead to.
+            return found or await asyncio.shield(asyncio.ensure_future(self._begin(name)))
 
     def find(self, asked: CallRequest, digest: bytes, request: web.Request) -> Session | None:
         if name := name_of(request):
             session = self._sessions.get_open(self._named.get(name, ""))
-            return session if session is not None and session.sealing is None else None
+            return session if session is not None and goes_on(session) else None
         if asked.after and (session := self._of_exchange(asked.after)):
             return session
         retries = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -95,7 +99,7 @@ class Online:
         keys = canonical.chain(messages)
         best, deepest = None, 0
         for session in self._open():
-            if session.sealing is None and (depth := session.tree.depth(keys)) > deepest:
+            if (depth := session.tree.depth(keys)) > deepest:
                 best, deepest = session, depth
         return best
 
@@ -108,7 +112,6 @@ class Online:
     async def _begin(self, name: str) -> Session:
         if self._members >= self._config.rollout.group_size:
             self._cohort, self._members = f"coh_{uuid4().hex}", 0
-        self._members += 1
         run = self._config.sampling
         session, _ = await self._sessions.open(
             task_id=TASK + name,
@@ -120,6 +123,7 @@ class Online:
             labels={},
             version=self._version(),
         )
+        self._members += 1  # not before: one that could not be opened fills no place
         if name:
             self._drop_sealed_names()
             self._named[name] = session.id
@@ -173,6 +177,11 @@ class Online:
                 "no online session has that reply or name", status=404, code="unknown_response"
             )
         return found
+
+
+def goes_on(session: Session) -> bool:
+    """Whether it takes calls: past its deadline it only waits for rewards."""
+    return session.sealing is None and time.time() < session.deadline
 
 
 def name_of(request: web.Request) -> str:

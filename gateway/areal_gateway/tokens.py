@@ -118,7 +118,10 @@ class ReplySyntax:
 
 
 class Tokens:
-    """Rendering, bridging and parsing for one model. All methods are pure and fast; none blocks on I/O."""
+    """Rendering, bridging and parsing for one model. All methods are pure; none blocks on I/O."""
+
+    bridges_whole = False
+    """Whether a bridge tokenises the whole conversation, and not only what is new."""
 
     def __init__(
         self,
@@ -274,6 +277,8 @@ class TemplateRenderer:
 
 class TemplateTokens(Tokens):
     """Tokens of a model that is rendered by its own chat template."""
+
+    bridges_whole = True
 
     def bridge(
         self,

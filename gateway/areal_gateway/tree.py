@@ -169,6 +169,7 @@ class CallTree:
     def remove(self, call_id: str) -> None:
         """Forget a call that nothing may continue after all; one that is not there is none of them."""
         if (node := self._by_id.pop(call_id, None)) is not None:
+            self.changes += 1
             self._by_key[node.key].remove(node)
 
     def restore(self, record: CallRecord) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def tree(*parents: int | None, labels: dict[int, dict[str, str]] | None = None) 
 
 def reward(value: float | None, key: str = "k", call: int | None = None, **labels: str) -> RewardRecord:
     return RewardRecord("s", key, "reward", value, None if call is None else f"c{call}", 0.0, labels)
+
+
+def test_a_call_that_got_no_reply_earns_nothing_by_its_labels_and_continues_nothing() -> None:
+    """The second of three failed and was asked again: the third."""
+    solver = {"role": "solver"}
+    history = tree(None, 0, 0, labels={1: solver, 2: solver})
+    history.calls[1] = replace(history.calls[1], state=CallState.FAILED)
+    history.rewards.append(reward(1.0, role="solver"))
+    assert Credit().of_session(history) == ("set", 1.0)
+    assert Credit(turn_discount=0.5).returns(history, 1.0) == {"c0": 0.5, "c1": None, "c2": 1.0}
+    history.rewards.append(reward(4.0, key="whole"))
+    assert Credit().returns(history, 4.0) == {"c0": 5.0, "c1": None, "c2": 5.0}
 
 
 class TestCombination:

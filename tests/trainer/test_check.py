@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,14 +89,15 @@ def test_a_platform_that_is_not_here_is_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def _two() -> None:
+def _two(out: Path) -> None:
     check.BROADCAST_MIB = 16
-    assert check.main(["--platform", "cpu"]) == 0
+    with out.open("a") as file, contextlib.redirect_stdout(file):
+        assert check.main(["--platform", "cpu"]) == 0
 
 
-def test_two_ranks_check_their_collectives(capfd: pytest.CaptureFixture[str]) -> None:
-    in_ranks(_two, 2)
-    said = rows(capfd.readouterr().out)
+def test_two_ranks_check_their_collectives(tmp_path: Path) -> None:
+    in_ranks(_two, 2, tmp_path / "out")
+    said = rows((tmp_path / "out").read_text())
     for name in ("gloo sum over 2 ranks", "broadcast: wrong elements", "FSDP2, float32: gradient"):
         assert any(name in r and " ok " in r for r in said), name
     assert sum("broadcast of 16 MiB" in r for r in said) == 1

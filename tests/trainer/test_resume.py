@@ -15,7 +15,7 @@ from test_loop import make_run
 from trainer_kit import MiniGateway, make_model
 
 from areal_agent.errors import GatewayError
-from areal_agent.rundir import RunDir, state_folders
+from areal_agent.rundir import RunDir, newest_state, state_folders
 from areal_trainers import main, trainer
 from areal_trainers.batch import prepare
 from areal_trainers.heartbeat import Heartbeat
@@ -131,3 +131,5 @@ def test_a_lease_outlives_a_step_longer_than_itself_while_its_trainer_is_heard(
             with pytest.raises(GatewayError, match=r"lease-1 ended before it was acked.*lease_s = 0.8 s"):
                 main.run_training(*work)
         assert gateway.acked == (["lease-1", "lease-2"] if heard else [])
+        # A batch that was trained and not acked is in the weights: no state may go on from them.
+        assert (newest_state(run.state_path) is not None) == heard

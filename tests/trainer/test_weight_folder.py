@@ -70,10 +70,19 @@ def test_the_last_versions_are_kept_and_those_being_read(model: Path, tmp_path: 
         list(folder.write(version))
     with (folder.path(1) / LOCK_FILE).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        folder.prune()
+        folder.prune(4)
         assert [folder.path(v).exists() for v in range(1, 5)] == [True, False, True, True]
-    folder.prune()
+    folder.prune(4)
     assert [folder.path(v).exists() for v in range(1, 5)] == [False, False, True, True]
+
+
+def test_a_run_that_goes_on_from_an_earlier_version_keeps_what_it_pushed(model: Path, tmp_path: Path) -> None:
+    """The run before it was killed at version 17."""
+    folder = folder_of(model, tmp_path)
+    for version in (16, 17, 10):
+        list(folder.write(version))
+    folder.prune(10)
+    assert [folder.path(v).exists() for v in (10, 16, 17)] == [True, False, False]
 
 
 def test_the_engine_holds_what_the_trainer_holds(model: Path, tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ def train_sft(
     items = [_item(i, ids, mask) for i, (ids, mask) in enumerate(examples)]
     if not items:
         raise ConfigError("train_sft got no examples")
+    if settings.lora.rank:
+        raise ConfigError(
+            f"trainer.lora.rank = {settings.lora.rank}: supervised training trains all weights; set it to 0"
+        )
     folder = Path(state_dir) if state_dir is not None else None
     if resume and folder is None:
         raise ConfigError("there is nothing to resume from without a folder of states")

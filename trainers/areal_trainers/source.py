@@ -105,8 +105,13 @@ class BatchSource:
             print(f"areal_trainers: {said}", flush=True)
 
     def ack(self) -> None:
-        """The batch was trained and its version committed."""
-        lease_id = self._release()
+        """The batch was trained and its version committed.
+
+        Until the gateway has said so the lease counts as held: a state written meanwhile would lack nothing, and
+        the batch would be trained again from it.
+        """
+        lease_id = self.lease_id
+        self._still()
         if self._client is None or lease_id is None:
             return
         try:
@@ -121,6 +126,7 @@ class BatchSource:
                     code=e.code,
                 ) from e
             raise
+        self.lease_id = None
 
     def give_back(self) -> None:
         """Nack the lease held, if any. Best effort: an unconfirmed lease comes back by itself in the end."""
@@ -133,8 +139,12 @@ class BatchSource:
 
     def _release(self) -> str | None:
         """The lease held until now; it is renewed no more."""
+        self._still()
         lease_id, self.lease_id = self.lease_id, None
+        return lease_id
+
+    def _still(self) -> None:
+        """Renew the lease no more."""
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.stop()
-        return lease_id

@@ -84,20 +84,33 @@ class WeightFolder:
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file in [*temporary.iterdir(), temporary]:
             _sync(file)
+        old = final.with_name(f".old-{final.name}.{os.getpid()}")
         if final.exists():  # of a run before this one, or of an attempt that no engine took
-            shutil.rmtree(final)
+            final.rename(old)
         temporary.rename(final)
+        if old.exists():  # an engine that reads it goes on: what it has open stays until it is closed
+            shutil.rmtree(old)
         _sync(self.root)
 
-    def prune(self) -> None:
-        """Remove all but the last `keep` versions, and none that an engine is reading."""
-        for old in sorted(self.root.glob("version-*"))[: -self._keep]:
-            with (old / LOCK_FILE).open("a") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                shutil.rmtree(old)
+    def prune(self, current: int) -> None:
+        """Remove all but the last `keep` versions up to `current`, and none that an engine is reading.
+
+        Later versions are of a run that went further, was killed, and goes on from `current`.
+        """
+        there = sorted(self.root.glob("version-*"))
+        kept = [f for f in there if f.name <= self.path(current).name][-self._keep :]
+        for old in (f for f in there if f not in kept):
+            _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Unless somebody reads it."""
+    with (folder / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:

@@ -122,7 +122,7 @@ class WeightsSender:
             try:
                 pushed = self._attempt(version, attempt, force, written)
                 if self._files is not None and self._ranks.first:
-                    self._files.prune()
+                    self._files.prune(version)
                 return pushed
             except WeightUpdateError as e:
                 if not e.retry or attempt > self._config.retries:

@@ -228,8 +228,11 @@ class Fleet:
         self._set_state(member, EngineState.STARTING, "joins")
         try:
             await self._bring_up(member)
+            if member not in self.members:
+                raise EngineError(f"engine {url} was told to leave while it joined")
         except BaseException as e:
-            self.members.remove(member)
+            if member in self.members:
+                self.members.remove(member)
             self._set_state(member, EngineState.GONE, f"did not join: {e}")
             await member.end()
             raise
@@ -258,7 +261,10 @@ class Fleet:
         if (task := self._tasks.pop(member, None)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await self._take_out(member, EngineState.GONE, "it left the fleet")
+        # Whoever asked may hang up: an engine of ours is ended all the same.
+        await asyncio.shield(
+            asyncio.ensure_future(self._take_out(member, EngineState.GONE, "it left the fleet"))
+        )
         return member.status()
 
     def _named(self, id: str) -> Member:
@@ -391,7 +397,7 @@ class Fleet:
             "version": self.version,
             "state": self.state,
             "error": self.error,
-            "needs_weights": waits and not self.weights.running,
+            "needs_weights": waits and not self.weights.running and not self.weights.saved.has(self.version),
             "reprefilled": dict(self.calls.prefilled_again),
             "engines": engines,
         }

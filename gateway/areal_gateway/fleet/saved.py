@@ -45,6 +45,10 @@ class SavedWeights:
         """`saved` is (folder, layout) of a version that was committed; None forgets the one before."""
         self._saved = _Saved(version, *saved, checksums) if saved is not None else None
 
+    def has(self, version: int) -> bool:
+        """Whether engines get `version` from here."""
+        return self._saved is not None and self._saved.version == version
+
     def offer(self) -> None:
         """Start giving the current version to every engine that waits for it, where that can be done."""
         saved = self._saved
