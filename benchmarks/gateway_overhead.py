@@ -39,7 +39,7 @@ SIZES = (Size(200, 50), Size(2000, 300), Size(16000, 1000))
 CLIENTS = (1, 16, 200)
 SHORT = {"engine": "text", "areal_agent": "ours", "rllm-model-gateway": "rllm", "agentlightning": "agl"}
 """Columns: the engine alone, asked in text (asked in ids it is `ids`), then the gateways; medians in ms, then calls a second."""
-CELL_S, QUICK_CELL_S = 5.0, 2.0
+CELL_S, QUICK_CELL_S = 2.0, 1.0
 LATE = 0.75
 """A conversation's call is timed when its prompt has this share of the size."""
 ADDED_MS = {200: 2.0, 2000: 2.0, 16000: 4.0}
