@@ -73,7 +73,7 @@ class Policy(nn.Module):
             return self._results(micro, micro)
         part, counts = self.sequence.cut(micro)
         logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), counts)
-        return logprobs, entropies
+        return logprobs.clone(), entropies.clone()  # FSDP hooks the backward on what is returned; no views
 
     def _results(self, whole: MicroBatch, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the tokens that `part`, a slice of the row `whole`, predicts."""
