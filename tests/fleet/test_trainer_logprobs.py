@@ -65,6 +65,7 @@ async def test_logprobs_of_sampled_tokens(served: tuple[Path, str]) -> None:
     folder, url = served
     client = SpansDriver(url, None)
     client.model = await client.model_name(5)
+    await client.stamp(0, 5)  # an engine that was never given a version stamps none
     rng, items, theirs = random.Random(0), [], []
     for prompt_length, temperature in ((5, 1.0), (40, 0.7), (17, 1.3)):
         prompt = [rng.randrange(3, 300) for _ in range(prompt_length)]
