@@ -12,7 +12,7 @@ from test_real_weights import PROMPT, TOLERANCE, assert_exact, engine_config, re
 
 from areal_gateway.fleet import Fleet
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 async def test_updates_reach_every_rank_of_an_engine(models: dict[str, Path], tmp_path: Path) -> None:
