@@ -113,6 +113,7 @@ class BatchSource:
         lease_id = self.lease_id
         self._still()
         if self._client is None or lease_id is None:
+            self.lease_id = None  # rank 0 speaks for the others
             return
         try:
             self._client.ack(lease_id)
