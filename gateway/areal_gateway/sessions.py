@@ -195,7 +195,7 @@ class Sessions:
         session_id = f"ses_{uuid4().hex}"
         if sampling.seed is None and self._seed is not None:
             repetition = self._opened_per_task[purpose, task_id]
-            sampling = replace(sampling, seed=session_seed(self._seed, purpose, task_id, repetition))
+            sampling = replace(sampling, seed=repetition_seed(self._seed, purpose, task_id, repetition))
         record = SessionRecord(
             session_id=session_id,
             key_hash=auth.hash_key(key),
@@ -404,7 +404,7 @@ class Sessions:
         await self.seal(session.id, Outcome.TIMEOUT, f"no call for {idle_s:g} s")
 
 
-def session_seed(run_seed: int, purpose: str, task_id: str, repetition: int) -> int:
+def repetition_seed(run_seed: int, purpose: str, task_id: str, repetition: int) -> int:
     """The seed of a task's n-th session: the same in a repeated run, another one for each of a group."""
     digest = hashlib.blake2b(f"{run_seed}|{purpose}|{repetition}|{task_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFF_FFFF
