@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.sender import Sender
-from fleet_kit import until
-from test_real_weights import PROMPT, Policies, assert_exact, engine_config
+from fleet_kit import Policies, until
+from real_kit import PROMPT, assert_exact, engine_config
 
 from areal_agent.errors import WeightUpdateError
 from areal_gateway.fleet import EngineSampling, EngineState, Fleet

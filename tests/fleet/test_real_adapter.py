@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,16 @@ import torch
 from fakes.sender import Sender
 from fleet_kit import run_config, until
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from real_kit import PROMPT, TOLERANCE, reply
 from transformers import AutoModelForCausalLM
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.weights import Adapter
-from areal_gateway.fleet import EngineSampling, Fleet
+from areal_gateway.fleet import Fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-PROMPT = list(range(10, 30))
 RANK, ALPHA = 6, 12.0
-TOLERANCE = 1e-4
 
 
 class Adapters:
@@ -48,21 +46,6 @@ class Adapters:
             logits = self.model(torch.tensor([PROMPT + reply])).logits[0]
         picked = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
         return picked.gather(1, torch.tensor(reply)[:, None])[:, 0]
-
-
-async def reply(fleet: Fleet, n: int, session: str = "s") -> tuple[list[int], torch.Tensor, list]:
-    sampling = EngineSampling(max_tokens=n, temperature=1.0, extra={"ignore_eos": True})
-    ids: list[int] = []
-    logprobs: list[float] = []
-    spans = None
-    async with aclosing(fleet.generate(session_id=session, prompt_ids=PROMPT, sampling=sampling)) as stream:
-        async for chunk in stream:
-            ids += chunk.token_ids
-            logprobs += [x for x in chunk.logprobs if x is not None]
-            spans = chunk.spans
-    assert len(ids) == len(logprobs) == n
-    assert spans is not None
-    return ids, torch.tensor(logprobs), spans
 
 
 async def test_adapter_updates_on_a_real_engine(models: dict[str, Path], tmp_path: Path) -> None:

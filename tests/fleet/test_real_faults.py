@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from fakes.sender import Sender, checksums, pack
 from fleet_kit import Policies, until
+from real_kit import assert_exact, engine_config, reply
 from safetensors.torch import save_file
-from test_real_weights import assert_exact, engine_config, reply
 
 from areal_agent.errors import WeightUpdateError
 from areal_agent.weights import DISK, LOCK_FILE, shard_name

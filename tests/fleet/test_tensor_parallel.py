@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.sender import Sender
 from fleet_kit import Policies, until
-from test_real_weights import PROMPT, TOLERANCE, assert_exact, engine_config, reply
+from real_kit import PROMPT, TOLERANCE, assert_exact, engine_config, reply
 
 from areal_gateway.fleet import Fleet
 
