@@ -89,6 +89,7 @@ async def test_an_update_goes_before_the_giving_and_takes_the_newcomer_in(
         h.engines[1].faults.receive = "hang"  # it reads for ever
         await lose(h, 1)
         await h.until(lambda: any(n == "areal_stage" for n, _ in h.engines[1].calls[-3:]), 10)
+        assert not h.fleet.status()["needs_weights"], "it has them from the folder; the trainer need not push"
         h.engines[1].faults.receive = None
         _, result = await update(h, tmp_path / "weights", 2)
         assert result["engines"] == 2

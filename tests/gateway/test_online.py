@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import runpy
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_support import ADMIN_KEY, PROJECT_KEY, Served, make_app
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
 
 from areal_agent.wire import unpack
+from areal_gateway.ledger import LedgerError
 from areal_gateway.tokens import Tokens
 
 SETTINGS: Any = {"online": {"enabled": True}, "rollout": {"group_size": 2}}
@@ -186,3 +188,31 @@ async def test_the_example_service_is_recorded_and_closed_by_its_users(online: S
     assert [(s.reward, s.call_rewards, len(s.call_ids)) for s in batch.sequences] == [
         (0.5, (0.5, 0.5), 2)
     ] * 2
+
+
+async def test_a_session_that_could_not_be_opened_takes_no_place_in_its_cohort(
+    online: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = online.gateway.sessions
+    original = sessions.open
+
+    async def fails(**_: Any) -> Any:
+        raise LedgerError("the disk is full")
+
+    client = service(online, max_retries=0)
+    monkeypatch.setattr(sessions, "open", fails)
+    with pytest.raises(InternalServerError):
+        await chat(client, "one")
+    monkeypatch.setattr(sessions, "open", original)
+    for text in ("two", "three"):
+        await chat(client, text)
+    assert len({s.record.group_id for s in sessions.running()}) == 1
+
+
+async def test_past_its_deadline_a_name_begins_anew(online: Served) -> None:
+    client = service(online, max_retries=0)
+    await chat(client, "hi", name="a")
+    (first,) = online.gateway.sessions.running()
+    first.record = replace(first.record, opened_at=first.record.opened_at - first.record.deadline_s)
+    await chat(client, "hi", name="a")
+    assert sorted(calls_per_session(online)) == [1, 1]
