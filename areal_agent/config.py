@@ -154,6 +154,11 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="keep only each layer's input and compute the layer again in backward"
     )
+    cpu_offload: bool = Field(
+        default=False,
+        description="keep weights, gradients and AdamW's moments in host memory and step there: less device memory, "
+        "slower steps; an error on cpu, whose memory is the host's",
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="forward and backward dtype"
     )

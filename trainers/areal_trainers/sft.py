@@ -31,7 +31,7 @@ from areal_trainers.evaluate import share
 from areal_trainers.model import Policy, load_causal_lm, shard
 from areal_trainers.optim import Optimizer
 from areal_trainers.packing import Item, pack
-from areal_trainers.platform import get_platform
+from areal_trainers.platform import check_offload, get_platform
 from areal_trainers.ranks import Ranks, join_ranks
 from areal_trainers.state import TrainingState
 
@@ -106,6 +106,7 @@ def train_sft(
         raise ConfigError(f"there is a training state already, {newest}; resume from it, or remove it first")
     torch.manual_seed(settings.seed)
     platform = get_platform(settings.platform)
+    check_offload(settings.cpu_offload, platform)
     with join_ranks(platform, settings.sequence_parallel) as ranks:
         lm = load_causal_lm(model_dir)
         policy = shard(
@@ -115,6 +116,7 @@ def train_sft(
             kernel=platform.attention,
             sequence=ranks.sequence,
             activation_checkpointing=settings.activation_checkpointing,
+            cpu_offload=settings.cpu_offload,
         )
         optimizer = Optimizer.of(settings, policy.parameters())
         states = TrainingState(

@@ -67,11 +67,11 @@ def shard_values(
     kernel: str = "sdpa",
     sequence: SequenceGroup | None = None,
     activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
 ) -> ValueModel:
     """A critic made of `lm`, which is used up, sharded over `mesh` as areal_trainers.model.shard does."""
-    lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
-    model = ValueModel(lm, choose_kernel(kernel, compute_dtype), sequence).to(mesh.device_type)
-    fully_shard_over(model, lm, mesh, compute_dtype, activation_checkpointing)
+    model = ValueModel(lm, choose_kernel(kernel, compute_dtype), sequence)
+    fully_shard_over(model, lm, mesh, compute_dtype, activation_checkpointing, cpu_offload)
     return model
 
 
