@@ -100,6 +100,7 @@ def whole(value: torch.Tensor | Computed) -> torch.Tensor:
         return value
     if value.device.type != (device := value.device_mesh.device_type):
         value = value.to(device)
+        assert isinstance(value, DTensor)
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 
