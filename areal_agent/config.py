@@ -151,6 +151,11 @@ class TrainerConfig(Section):
         default=1, gt=0, description="optimiser updates a batch is cut into; one version for all"
     )
     microbatch_tokens: int = Field(default=8192, gt=0, description="most tokens in one packed forward")
+    share_prefixes: bool = Field(
+        default=True,
+        description="compute what sequences of a micro-batch have in common at their beginning once; it does not show "
+        "in the gradient",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="keep only each layer's input and compute the layer again in backward"
     )

@@ -71,8 +71,8 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sequence is None:
             return self._results(micro, micro)
-        part, counts = self.sequence.cut(micro)
-        logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), counts)
+        part, owner = self.sequence.cut(micro)
+        logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), owner)
         return logprobs.clone(), entropies.clone()  # FSDP hooks the backward on what is returned; no views
 
     def _results(self, whole: MicroBatch, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

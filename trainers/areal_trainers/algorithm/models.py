@@ -52,5 +52,5 @@ def load_companions(config: RunConfig, ranks: Ranks, platform: Platform) -> Comp
             cpu_offload=t.cpu_offload,
         )
         optimizer = Optimizer.of(t, model.parameters(), algorithm.critic_learning_rate)
-        critic = Critic(model, optimizer, ranks, algorithm, t.microbatch_tokens)
+        critic = Critic(model, optimizer, ranks, algorithm, t.microbatch_tokens, t.share_prefixes)
     return Companions(reference, within, critic)
