@@ -39,15 +39,17 @@ def resident(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def measured(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
+def measured(
+    work: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """(median seconds, peak MiB above the start) of `work`, the first run of several left out of the time."""
     Path("/proc/self/clear_refs").write_text("5")
     start = resident("VmRSS")
     times = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times[1:] or times), (resident("VmHWM") - start) / MIB
 
 
@@ -157,8 +159,10 @@ def prefixes(
 ) -> dict[str, float]:
     """Plan, pack, forward and backward of a batch, common beginnings computed once ("shared") or not ("apart").
 
-    width: "small" is the model given, "wide" one of SmolLM2-135M's width with 4 layers.
+    width: "small" is the model given, "wide" one of SmolLM2-135M's width with 4 layers. Seconds are one core's,
+    so that what else the machine does is not in them.
     """
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     if width == "wide":
         config = LlamaConfig(
@@ -189,7 +193,7 @@ def prefixes(
             computed += micro.token_ids.numel()
             (-policy(micro)[0].sum() / predicted).backward()
 
-    seconds, mib = measured(work, repeats)
+    seconds, mib = measured(work, repeats, time.process_time)
     norm = float(torch.stack([p.grad.norm() for p in lm.parameters() if p.grad is not None]).norm())
     return {"s": seconds, "MiB": mib, "tokens": computed, "norm": norm}
 
