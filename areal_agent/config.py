@@ -240,7 +240,7 @@ class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "hccl"] = Field(default="auto", description="collective backend")
     bucket_mib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         default="auto",
-        description="most MiB in one broadcast or file; auto: 4 between CPUs, whose caches then hold it, else 32; 64 a file",
+        description="most MiB in one broadcast or file; auto: 16 between CPUs, else 32; 64 a file",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="wire dtype; auto: fleet.dtype, float32 where that is auto too"

@@ -35,6 +35,9 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 HALF_NEW = "half new"
 
+UNDER_WAY = ("joining", "joined", "receiving")
+"""Phases of a transfer that was asked for and has not ended yet, well or badly."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # --- process groups --------------------------------------------------------------------------------------
@@ -105,7 +108,8 @@ class _Membership:
         self.epoch = epoch
         self.device = device
         self.staging = staging
-        self.phase = "joining"
+        self._phase = "joining"
+        self._phased = threading.Condition()
         self.version: int | None = None
         self.manifest: Manifest | None = None
         self.checksums: list[str] = []
@@ -114,6 +118,21 @@ class _Membership:
         self.closed = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"areal-epoch-{epoch}", daemon=True)
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        with self._phased:
+            self._phase = phase
+            self._phased.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the transfer that was asked for has ended, at most `timeout_s`."""
+        with self._phased:
+            self._phased.wait_for(lambda: self._phase not in UNDER_WAY, timeout_s)
 
     def start(self, join: Callable[[], Any]) -> None:
         self._jobs.put(lambda: self._join(join))
@@ -306,6 +325,13 @@ class WeightReceiver:
             "error": m.error,
             "holds": self._holds,
         }
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """`status` once everything is received or that failed, after `timeout_s` at the latest. Blocks: an
+        engine's loop asks for `status` instead."""
+        if self._member is not None:
+            self._member.wait(timeout_s)
+        return self.status()
 
     @property
     def staged(self) -> Manifest | None:

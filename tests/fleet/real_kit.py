@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import torch
@@ -16,10 +18,14 @@ TOLERANCE = 1e-4
 """Nats, float32 on both sides; 2e-6 is usual. Old weights in one layer alone are 1e-2 and more off."""
 
 
-async def reply(
-    fleet: Fleet, n: int = 40, session: str = "s"
-) -> tuple[list[int], torch.Tensor, list[tuple[int, int, int]]]:
-    """(ids [n], logprobs [n] in nats, spans) of a reply to PROMPT that is `n` tokens long, whatever it says."""
+Reply = tuple[list[int], torch.Tensor, list[tuple[int, int, int]]]
+
+
+async def reply(fleet: Fleet, n: int = 40, session: str = "s", begun: asyncio.Event | None = None) -> Reply:
+    """(ids [n], logprobs [n] in nats, spans) of a reply to PROMPT that is `n` tokens long, whatever it says.
+
+    `begun` is set as soon as a token is there.
+    """
     sampling = EngineSampling(max_tokens=n, temperature=1.0, extra={"ignore_eos": True})
     ids: list[int] = []
     logprobs: list[float] = []
@@ -27,11 +33,36 @@ async def reply(
     async with aclosing(fleet.generate(session_id=session, prompt_ids=PROMPT, sampling=sampling)) as stream:
         async for chunk in stream:
             ids += chunk.token_ids
+            if ids and begun is not None:
+                begun.set()
             logprobs += [x for x in chunk.logprobs if x is not None]
             spans = chunk.spans
     assert len(ids) == len(logprobs) == n
     assert spans is not None
     return ids, torch.tensor(logprobs), spans
+
+
+@asynccontextmanager
+async def traffic(fleet: Fleet, lanes: int = 8) -> AsyncIterator[list[Reply]]:
+    """Replies on every lane, one after the other, until the block ends; yields where the ended ones are put.
+
+    The block begins when each lane has a token: an update can be through before an engine decoded anything of a
+    call that was only sent. It may take as long as it likes, for lanes go on, each with a length of its own: the
+    engines are never paused between two replies of all lanes.
+    """
+    begun, over, ended = [asyncio.Event() for _ in range(lanes)], asyncio.Event(), list[Reply]()
+
+    async def lane(i: int) -> None:
+        while not over.is_set():
+            ended.append(await reply(fleet, 300 + 50 * i, f"s{i}", begun[i]))
+
+    async with asyncio.TaskGroup() as group:
+        for i in range(lanes):
+            group.create_task(lane(i))
+        for event in begun:
+            await event.wait()
+        yield ended
+        over.set()
 
 
 def assert_exact(policies: Policies, ids: list[int], logprobs: torch.Tensor, spans: list) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes.sender import Sender, checksums, pack
 from fleet_kit import Policies, until
-from real_kit import PROMPT, TOLERANCE, assert_exact, engine_config, reply
+from real_kit import PROMPT, TOLERANCE, assert_exact, engine_config, reply, traffic
 
 from areal_agent.errors import WeightUpdateError
 from areal_gateway.fleet import Fleet
@@ -53,12 +53,10 @@ async def test_updates_on_a_real_engine(run: tuple[Fleet, Policies]) -> None:
 
     # Replies that live through an update: exact on both sides of the boundary.
     tensors = policies.tensors(4)
-    calls = [asyncio.create_task(reply(fleet, 900, f"s{i}")) for i in range(8)]
-    await until(lambda: sum(m.calls for m in fleet.members) == 8)
-    await asyncio.sleep(0.3)
-    await sender.push(fleet.weights, 4, tensors)
-    for ids, logprobs, spans in await asyncio.gather(*calls):
-        assert [v for _, _, v in spans] == [3, 4]
+    async with traffic(fleet) as replies:
+        await sender.push(fleet.weights, 4, tensors)
+    assert [r for r in replies if [v for _, _, v in r[2]] == [3, 4]]
+    for ids, logprobs, spans in replies:
         assert_exact(policies, ids, logprobs, spans)
 
     # A trainer that is killed between two buckets: version 4 goes on, exactly.

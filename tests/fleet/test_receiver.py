@@ -226,6 +226,21 @@ def test_a_sender_that_dies_makes_the_receive_fail_before_its_deadline(sender: S
     assert r.receive(epoch=1, version=1, manifest=pack(tensors(1))[0].model_dump(), timeout_s=1)["error"]
 
 
+def test_waiting_ends_with_the_transfer_or_after_its_time(sender: Sender) -> None:
+    r = WeightReceiver(worker_rank=0)
+    assert r.wait(10)["phase"] == "idle", "there is nothing to wait for"
+    join_all(sender, [r], epoch=1)
+    manifest, buckets = pack(tensors(1))
+    r.receive(epoch=1, version=1, manifest=manifest.model_dump(), timeout_s=30)
+    assert r.wait(0.05)["phase"] in ("joined", "receiving"), "nothing was sent"
+    sender.broadcast(buckets)
+    assert r.wait(10)["checksums"] == checksums(buckets)
+    r.receive(epoch=1, version=2, manifest=manifest.model_dump(), timeout_s=30)
+    sender.leave()
+    assert r.wait(10)["phase"] == "failed"
+    r.abort()
+
+
 def test_the_deadline_of_a_transfer_is_kept(sender: Sender) -> None:
     r = WeightReceiver(worker_rank=0)
     join_all(sender, [r], epoch=1, timeout_s=30)

@@ -58,6 +58,7 @@ class Packer:
         )
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * IN_FLIGHT
 
+    @torch.no_grad()  # else every shard asked for is put into a graph
     def pack(self, index: int) -> torch.Tensor:
         """Bucket `index` as uint8 [nbytes] (empty where not `keep`); its memory is used again by `index` + IN_FLIGHT."""
         bucket = self.manifest.buckets[index]

@@ -19,8 +19,8 @@ class CpuPlatform:
     visible_devices_env: str | None = None
     default_dtype = torch.float32
     widest_float = torch.float64
-    # Copied, summed and sent within the cache; copying 64 MiB at a time cost twice as much.
-    bucket_mib = 4.0
+    # Every broadcast wakes threads on both sides: 122 buckets of 4 MiB took 313 ms where 31 of 16 took 254.
+    bucket_mib = 16.0
     attention = "sdpa"
     own_memory = False
 
