@@ -77,9 +77,9 @@ class Sampled:
         n = len(self.ids)
         if len(self.logprobs) != n:
             return f"{n} tokens but {len(self.logprobs)} logprobs"
-        for i, p in enumerate(self.logprobs):
-            if p is None or not math.isfinite(p):
-                return f"token {i} of {n} has logprob {p}"
+        if None in self.logprobs or not all(map(math.isfinite, self.logprobs)):  # type: ignore[arg-type]
+            i, p = next((i, p) for i, p in enumerate(self.logprobs) if p is None or not math.isfinite(p))
+            return f"token {i} of {n} has logprob {p}"
         at = 0
         for start, end, version in self.spans:
             if start != at or end <= start or version < 0:

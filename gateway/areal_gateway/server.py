@@ -44,6 +44,8 @@ def serve(run_dir: str | Path) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # One text at a time is tokenised; handing it to a pool of threads costs more than most texts do.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(run_dir)
     config = RunConfig.read(folder / "config.json")
     try:

@@ -349,13 +349,15 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _load_tokenizer(folder: Path) -> Any:
     """tokenizer.json as it is; `AutoTokenizer` only where there is none (it may rewrite pre-tokenizers)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not any(
         (folder / name).is_file() for name in TOKENIZER_FILES
     ):  # else the library invents an empty one
         raise ConfigError(f"there is no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}")
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    # Each where it is needed: AutoTokenizer imports torch, for some seconds and 300 MB.
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast as kind
+    else:
+        from transformers import AutoTokenizer as kind
     try:
         return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:  # the library raises many types for one fact: this folder holds no tokenizer

@@ -140,16 +140,16 @@ def cut(response: aiohttp.ClientResponse) -> None:
     response.close()
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The `data:` payloads of a server-sent event stream."""
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """The `data:` payloads of a server-sent event stream, those together that came together."""
     buffer = bytearray()
     async for piece in response.content.iter_any():
         buffer += piece
-        while (end := buffer.find(b"\n\n")) >= 0:
-            line = bytes(buffer[:end])
-            del buffer[: end + 2]
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        if (end := buffer.rfind(b"\n\n")) < 0:
+            continue
+        lines = bytes(buffer[:end]).split(b"\n\n")
+        del buffer[: end + 2]
+        yield [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 async def error_text(response: aiohttp.ClientResponse) -> str:
