@@ -58,44 +58,44 @@ class _Columns(Struct, gc=False):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(Struct):
+class _Choice(Struct, gc=False):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class _Generated(_Choice):
+class _Generated(_Choice, gc=False):
     logprobs: _Content | None = None
 
 
-class _GeneratedTop(_Choice):
+class _GeneratedTop(_Choice, gc=False):
     logprobs: _ContentTop | None = None
 
 
-class _Completed(_Choice):
+class _Completed(_Choice, gc=False):
     logprobs: _Columns | None = None
 
 
 Choice = _Generated | _GeneratedTop | _Completed
 
 
-class _Event(Struct):
+class _Event(Struct, gc=False):
     error: Any = None
 
 
-class GeneratedEvent(_Event):
+class GeneratedEvent(_Event, gc=False):
     """Of GENERATE."""
 
     choices: list[_Generated] | None = None
 
 
-class GeneratedTopEvent(_Event):
+class GeneratedTopEvent(_Event, gc=False):
     """Of GENERATE, with the likeliest tokens."""
 
     choices: list[_GeneratedTop] | None = None
 
 
-class CompletedEvent(_Event):
+class CompletedEvent(_Event, gc=False):
     """Of COMPLETIONS."""
 
     choices: list[_Completed] | None = None
