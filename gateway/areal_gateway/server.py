@@ -131,7 +131,7 @@ async def _answer(
     # stops the event loop for a tenth of a second and more.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(10_000, 20, 50)
     where = run_dir / "gateway.json"
     try:
         await web.SockSite(runner, sock, ssl_context=tls(config.gateway)).start()

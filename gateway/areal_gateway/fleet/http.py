@@ -19,6 +19,7 @@ import orjson
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.process import MODEL_NAME
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
+from areal_gateway.turns import Turns
 
 KEEPALIVE_S = 2.0
 """vLLM's server closes idle connections after 5 s; a pooled one must be dropped earlier than that."""
@@ -34,6 +35,7 @@ class EngineHTTP:
         self.model = model
         self._session: aiohttp.ClientSession | None = None
         self._replies: set[aiohttp.ClientResponse] = set()
+        self.turns = Turns()
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -19,6 +19,9 @@ from areal_gateway.fleet.http import EngineHTTP, error_text, events
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused, EngineTimedOut
 from areal_gateway.fleet.types import EngineSampling
 
+MANY = 8
+"""Events that came at once are read in a turn of the event loop when they are more."""
+
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -52,6 +55,8 @@ async def pieces(
                     response.status,
                 )
             async for batch in events(response):
+                if len(batch) > MANY:
+                    await http.turns.turn()
                 piece, fault = _piece(http.url, read, batch, n, top)
                 if piece is not None:
                     n += len(piece.token_ids)
