@@ -151,8 +151,18 @@ class TrainerConfig(Section):
         default=1, gt=0, description="optimiser updates a batch is cut into; one version for all"
     )
     microbatch_tokens: int = Field(default=8192, gt=0, description="most tokens in one packed forward")
+    share_prefixes: bool = Field(
+        default=True,
+        description="compute what sequences of a micro-batch have in common at their beginning once; it does not show "
+        "in the gradient",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="keep only each layer's input and compute the layer again in backward"
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description="keep weights, gradients and AdamW's moments in host memory and step there: less device memory, "
+        "slower steps; an error on cpu, whose memory is the host's",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="forward and backward dtype"

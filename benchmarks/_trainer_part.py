@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from areal_trainers import attention
 from areal_trainers.logprobs import head_logprobs, token_logprobs
 from areal_trainers.model import Policy, shard
-from areal_trainers.packing import Item, MicroBatch, assign, pack
+from areal_trainers.packing import Item, MicroBatch, assign, pack, plan
 from areal_trainers.platform import get_platform
 from areal_trainers.ranks import join_ranks
 
@@ -39,15 +39,17 @@ def resident(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def measured(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
+def measured(
+    work: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """(median seconds, peak MiB above the start) of `work`, the first run of several left out of the time."""
     Path("/proc/self/clear_refs").write_text("5")
     start = resident("VmRSS")
     times = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times[1:] or times), (resident("VmHWM") - start) / MIB
 
 
@@ -115,6 +117,85 @@ def rows(kind: str, model: str, budget: int, count: int, repeats: int) -> dict[s
     seconds, mib = measured(work, repeats)
     norm = float(torch.stack([p.grad.norm() for p in lm.parameters() if p.grad is not None]).norm())
     return {"s": seconds, "MiB": mib, "valid": valid, "computed": computed, "norm": norm / (repeats + 1)}
+
+
+def siblings(vocabulary: int, groups: int, rng: np.random.Generator) -> list[Item]:
+    """Groups of 8 replies of 100 tokens to one prompt of 300."""
+    items = []
+    for _ in range(groups):
+        prompt = rng.integers(1, vocabulary, 300)
+        for _ in range(8):
+            ids = np.concatenate([prompt, rng.integers(1, vocabulary, 100)])
+            items.append(Item(ids, np.arange(400) >= 300))
+    return items
+
+
+def branches(vocabulary: int, sessions: int, rng: np.random.Generator) -> list[Item]:
+    """Sessions of 4 turns of 60 tokens each after a prompt of 300; at every turn a side call of 60 branches off.
+
+    Replies are the second half of a turn; one that branches share is trained in the first of them.
+    """
+    items = []
+    for _ in range(sessions):
+        trunk = rng.integers(1, vocabulary, 300 + 4 * 60)
+        at = np.arange(len(trunk))
+        items.append(Item(trunk, (at >= 300) & ((at - 300) % 60 >= 30)))
+        for turn in range(4):
+            ids = np.concatenate([trunk[: 300 + turn * 60], rng.integers(1, vocabulary, 60)])
+            items.append(Item(ids, np.arange(len(ids)) >= len(ids) - 30))
+    return items
+
+
+def strangers(vocabulary: int, count: int, rng: np.random.Generator) -> list[Item]:
+    """Sequences of 100 to 500 tokens that have nothing in common."""
+    return [Item(rng.integers(1, vocabulary, n), np.arange(n) > 0) for n in rng.integers(100, 500, count)]
+
+
+SHAPES = {"siblings": siblings, "branches": branches, "strangers": strangers}
+
+
+def prefixes(
+    shape: str, share: str, model: str, count: int, budget: int, width: str, repeats: int
+) -> dict[str, float]:
+    """Plan, pack, forward and backward of a batch, common beginnings computed once ("shared") or not ("apart").
+
+    width: "small" is the model given, "wide" one of SmolLM2-135M's width with 4 layers. Seconds are one core's,
+    so that what else the machine does is not in them.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if width == "wide":
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=HIDDEN,
+            intermediate_size=1536,
+            num_hidden_layers=4,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+        )
+        lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    else:
+        lm = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=attention.NAME
+        ).eval()
+    policy = Policy(lm)
+    items = SHAPES[shape](lm.config.vocab_size, count, np.random.default_rng(0))
+    predicted = sum(i.predicted for i in items)
+    computed = 0
+
+    def work() -> None:
+        nonlocal computed
+        policy.zero_grad()
+        computed = 0
+        sequences = [i.token_ids for i in items]
+        for indices in plan(sequences, budget, share_prefixes=share == "shared")[0]:
+            micro = pack(items, indices, share_prefixes=share == "shared")
+            computed += micro.token_ids.numel()
+            (-policy(micro)[0].sum() / predicted).backward()
+
+    seconds, mib = measured(work, repeats, time.process_time)
+    norm = float(torch.stack([p.grad.norm() for p in lm.parameters() if p.grad is not None]).norm())
+    return {"s": seconds, "MiB": mib, "tokens": computed, "norm": norm}
 
 
 def padded_batches(items: list[Item], budget: int, *, by_length: bool):
@@ -198,7 +279,12 @@ def sequence(kind: str, vocabulary: int, tokens: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    parts: dict[str, Callable[..., dict[str, float]]] = {"head": head, "rows": rows, "sequence": sequence}
+    parts: dict[str, Callable[..., dict[str, float]]] = {
+        "head": head,
+        "rows": rows,
+        "prefixes": prefixes,
+        "sequence": sequence,
+    }
     values = parts[name](*(int(a) if a.isdigit() else a for a in arguments))
     if values:
         print(json.dumps(values), flush=True)

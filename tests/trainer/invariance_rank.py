@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 invariance_rank.py MODEL FOLDER
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from trainer_kit import VOCAB
+from transformers import PreTrainedModel
 
 from areal_agent.config import AlgorithmConfig, LoRAConfig, TrainerConfig
 from areal_agent.recipes import RECIPES, RecipeName
@@ -36,25 +38,33 @@ VERSION = 3
 
 
 def fixed_batch(seed: int = 0) -> Batch:
-    """Ragged, partly masked; sessions of one to three sequences; groups of equal rewards, missing rewards."""
+    """Ragged, partly masked; sessions of one to three sequences; groups of equal rewards, missing rewards.
+
+    A group has one prompt, and a session's sequences branch off one another anywhere behind it.
+    """
     rng = np.random.default_rng(seed)
     sequences = []
+    prompts = {group: rng.integers(0, VOCAB, 7) for group in "abc"}
     for session in range(8):
         reward = [1.0, 0.0, None, 0.3, 0.5, 0.5, 1.0, 0.0][session]
+        group = "aaaabbcc"[session]
+        stem = prompts[group]
         for _ in range(1 + session % 3):
-            n = int(rng.integers(3, 32))
+            ids = np.concatenate([stem, rng.integers(0, VOCAB, int(rng.integers(3, 24)))])
+            n = len(ids)
+            stem = ids[: int(rng.integers(len(prompts[group]), n + 1))]
             mask = rng.random(n) < 0.6
             mask[0], mask[-1] = False, True
             sequences.append(
                 Sequence(
-                    token_ids=rng.integers(0, VOCAB, n).tolist(),
+                    token_ids=ids.tolist(),
                     logprobs=[0.0] * n,
                     versions=np.where(mask, rng.integers(0, VERSION + 1, n), -1).tolist(),
                     loss_mask=mask.tolist(),
                     temperature=float(rng.choice([1.0, 0.8])),
                     reward=reward,
                     session_id=f"s{session}",
-                    group_id=["a", "a", "a", "a", "b", "b", "c", "c"][session],
+                    group_id=group,
                     task_id="t",
                 )
             )
@@ -90,6 +100,7 @@ def gradient(
     order: int | None = None,
     activation_checkpointing: bool = False,
     lora: bool = False,
+    share_prefixes: bool = True,
 ) -> tuple[float, dict[str, np.ndarray], np.ndarray, float]:
     """(loss, gradients by name, the critic's included, stats, entropy) in float64.
 
@@ -101,10 +112,10 @@ def gradient(
     if lora:
         attach(lm, LoRAConfig(rank=4), seed=0)
         move(lm, seed=0)
-    lm = lm.double()
+    lm = in_float64(lm)
     policy = shard(lm, ranks.mesh, sequence=ranks.sequence, activation_checkpointing=activation_checkpointing)
-    config = TrainerConfig(microbatch_tokens=budget)
-    companions = Companions(critic=_critic(ranks, model, algorithm, budget, activation_checkpointing))
+    config = TrainerConfig(microbatch_tokens=budget, share_prefixes=share_prefixes)
+    companions = Companions(critic=_critic(ranks, model, algorithm, config, activation_checkpointing))
     optimizer = Optimizer(policy.parameters(), learning_rate=1.0)
     learner = Learner(policy, optimizer, ranks, config, Clock(), algorithm, companions)
     work = prepare(
@@ -143,6 +154,20 @@ def gradient(
     return loss, grads, stats, entropy
 
 
+def in_float64(lm: PreTrainedModel) -> PreTrainedModel:
+    """All of it: transformers' RMSNorm is float32 inside whatever the model is, so the gradient of a sum is not the
+    sum of gradients there."""
+
+    def normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)  # type: ignore[operator]
+        return norm.weight * x * scale  # type: ignore[operator]
+
+    for module in lm.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(normed, module)
+    return lm.double()
+
+
 def move(lm: nn.Module, seed: int) -> None:
     """Draw the adapter's B, which is 0 at first: A then has no gradient."""
     draw = torch.Generator().manual_seed(seed)
@@ -152,13 +177,17 @@ def move(lm: nn.Module, seed: int) -> None:
 
 
 def _critic(
-    ranks: Ranks, model: Path, algorithm: AlgorithmConfig, budget: int, activation_checkpointing: bool
+    ranks: Ranks,
+    model: Path,
+    algorithm: AlgorithmConfig,
+    config: TrainerConfig,
+    activation_checkpointing: bool,
 ) -> Critic | None:
     """With a head that is not 0, or no gradient would reach its backbone."""
     if not algorithm.needs_critic:
         return None
     values = shard_values(
-        load_causal_lm(model).double(),
+        in_float64(load_causal_lm(model)),
         ranks.mesh,
         torch.float32,
         sequence=ranks.sequence,
@@ -166,7 +195,8 @@ def _critic(
     )
     with torch.no_grad():
         values.head.weight.fill_(0.3)
-    return Critic(values, Optimizer(values.parameters(), learning_rate=1.0), ranks, algorithm, budget)
+    optimizer = Optimizer(values.parameters(), learning_rate=1.0)
+    return Critic(values, optimizer, ranks, algorithm, config.microbatch_tokens, config.share_prefixes)
 
 
 def recipe(name: RecipeName) -> AlgorithmConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,12 +41,11 @@ def test_the_budget_is_used() -> None:
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=20))
 def test_a_layout_holds_each_token_once_and_pads_at_most_half(lengths: list[int]) -> None:
-    layout = Layout.of(lengths)
-    pads = torch.cat([c.pad for c in layout.classes])
-    total = sum(lengths)
-    assert len(set(layout.unpad.tolist())) == len(layout.unpad) == total
-    assert pads[layout.unpad].tolist() == list(range(total))
-    assert len(pads) <= 2 * total
+    layout, total = Layout.of(lengths), sum(lengths)
+    pads, unpad = layout.padded.token, layout.padded.place
+    assert len(set(unpad.tolist())) == len(unpad) == total
+    assert pads[unpad].tolist() == list(range(total))
+    assert len(pads) == sum(rows * width for rows, width in layout.classes) <= 2 * total
 
 
 @settings(deadline=None)

@@ -167,7 +167,7 @@ def gradient(model: Path, sequence_parallel: int, recompute: bool, out: Path) ->
         lm = load_causal_lm(model).double()
         policy = shard(lm, ranks.mesh, sequence=ranks.sequence, activation_checkpointing=recompute)
         items = [Item(np.asarray(i), np.asarray(m)) for i, m in examples(11)]
-        loss = sft._loss_and_gradient(policy, ranks, items, 40)
+        loss = sft._loss_and_gradient(policy, ranks, items, 40, share_prefixes=True)
         whole = {n: p.grad.full_tensor() for n, p in lm.named_parameters()}  # type: ignore[union-attr]
         if ranks.first:
             torch.save(whole | {"loss": torch.tensor(loss)}, out)

@@ -112,28 +112,36 @@ def test_slices_of_any_row_give_dense_attention(lengths, heads_of, window) -> No
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [[1], [5, 2, 9], [7, 8, 1]])
-def test_the_slices_hold_the_row_once_and_gather_in_its_order(size: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize("share", [False, True])
+def test_the_slices_hold_the_row_once_and_gather_in_its_order(
+    size: int, lengths: list[int], share: bool
+) -> None:
+    """With `share` sequences are beginnings of one another, and predictions lie in no order in the row."""
     rng = np.random.default_rng(0)
-    items = [Item(rng.integers(1, 99, n), rng.random(n) < 0.7, 0.5 + i) for i, n in enumerate(lengths)]
-    micro = pack(items, range(len(items)))
+    ids = rng.integers(1, 99, (len(lengths), max(lengths)))
+    rows = [ids[0 if share else i, :n] for i, n in enumerate(lengths)]
+    items = [Item(row, rng.random(len(row)) < 0.7, 0.5 + i) for i, row in enumerate(rows)]
+    micro = pack(items, range(len(items)), share_prefixes=share)
+    total = micro.token_ids.shape[1]
+    assert total == (max if share else sum)(lengths)
 
     def work(group: SequenceGroup) -> tuple[Any, ...]:
-        part, counts = group.cut(micro)
+        part, owner = group.cut(micro)
         values = torch.stack([part.labels.double(), part.temperatures]).requires_grad_()
-        gathered = group.gather(values, counts)
+        gathered = group.gather(values, owner)
         weights = torch.arange(gathered.numel()).view_as(gathered).double()
         (grad,) = torch.autograd.grad((gathered * weights).sum(), values)
-        return part, gathered.detach(), grad
+        return part, owner, gathered.detach(), grad
 
-    parts, gathered, grads = zip(*Threads(size).run(work), strict=True)
-    total = sum(lengths)
+    parts, owners, gathered, grads = zip(*Threads(size).run(work), strict=True)
     assert len({p.token_ids.shape for p in parts}) == 1
     assert torch.equal(torch.cat([p.token_ids for p in parts], 1)[:, :total], micro.token_ids)
     assert torch.equal(torch.cat([p.position_ids for p in parts], 1)[:, :total], micro.position_ids)
     for whole in gathered:
         assert torch.equal(whole, torch.stack([micro.labels.double(), micro.temperatures]))
     n = len(micro.labels)
-    assert torch.equal(torch.cat(grads, 1), torch.arange(2 * n).view(2, n).double())
+    by_rank = owners[0].argsort(stable=True)
+    assert torch.equal(torch.cat(grads, 1), torch.arange(2 * n).view(2, n).double()[:, by_rank])
 
 
 def test_heads_that_do_not_divide_are_a_sentence() -> None:

@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
@@ -104,6 +105,28 @@ def test_every_kernel_is_block_diagonal_causal_attention(kernel, lengths, heads,
     seen = (owner[:, None] == owner[None]) & (back >= 0) & (back < (window or total))
     got = KERNELS[kernel](q, k, v, Layout.of(lengths), scale, window)
     torch.testing.assert_close(got, softmax_attention(q, k, v, seen, scale or 0.5), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_every_kernel_attends_to_whole_sequences_that_share_tokens(kernel: str, window: int | None) -> None:
+    """Paths 0-1-2-3-4, 0-1-5-6 and 0-1-5-7-8-9-10-11-12, and one by itself: result and gradient of every token."""
+    paths = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [0, 1, 5, 7, 8, 9, 10, 11, 12], [13, 14]]
+    g = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(15, h, 4, generator=g, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    wanted = torch.zeros(15, 4, 4, dtype=torch.float64)
+    for path in paths:
+        n = len(path)
+        back = torch.arange(n)[:, None] - torch.arange(n)[None]
+        out = softmax_attention(*(x[path] for x in qkv), (back >= 0) & (back < (window or n)), 0.5)
+        wanted = wanted.index_copy(0, torch.tensor(path), out)
+    layout = Layout.of([len(p) for p in paths], path=np.concatenate(paths))
+    got = KERNELS[kernel](*qkv, layout, None, window)
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+    weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
+    # Each token's result counts once, so its gradient is that of the last path that gave it above.
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), qkv) for x in (got, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
 def test_platforms_choose_and_half_precision_decides() -> None:

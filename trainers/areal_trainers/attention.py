@@ -6,17 +6,22 @@ attention without a mask: a padded key comes after every real query of its row, 
 and the platform's fast kernel applies. Measured on CPU with 128-token sequences: the regathering costs
 2 % of a training step; an explicit block-diagonal mask costs time and memory quadratic in the row.
 
-The gather's backward is the inverse gather, valid because every token lies in exactly one class row.
 Where the platform has a kernel that takes `cu_seqlens` (varlen.py) and computes in half precision, that
 one runs instead, on the packed row as it is.
+
+Sequences may have their common beginning in the row once (prefixes.py). Attention then sees every sequence
+whole, as without: a token that several sequences pass through is gathered for each, and of its equal results
+one is kept. So no kernel needs a tree's mask, and every other layer computes the token once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig
@@ -32,42 +37,78 @@ NAME = "areal_packed"
 
 
 @dataclass(frozen=True)
-class LengthClass:
-    """`rows` sequences padded to `width`. `pad` [rows·width]: token of the packed row at each place."""
+class Spread:
+    """A row's T tokens laid out over P places, each token at one place or more.
 
-    rows: int
-    width: int
-    pad: torch.Tensor
+    Attributes:
+        token: [P] token at each place.
+        place: [T] a place of each token: the one its result is taken from.
+        again: ([R], [R]) tokens and places of all further occurrences that are attended to (padding is not).
+    """
+
+    token: torch.Tensor
+    place: torch.Tensor
+    again: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, path: torch.Tensor, padded: torch.Tensor, real: torch.Tensor, device: torch.device | str
+    ) -> Spread:
+        """path [E]: token of the row that each token of the sequences is; padded [P]: which of the E is at each
+        place; real [E]: the place of each."""
+        tokens = int(path.max()) + 1
+        first = torch.full((tokens,), len(path)).scatter_reduce(0, path, torch.arange(len(path)), "amin")
+        once = torch.zeros(len(path), dtype=torch.bool)
+        once[first] = True
+        again = (path[~once].to(device), real[~once].to(device))
+        return cls(path[padded].to(device), real[first].to(device), again)
+
+    def out(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [P, ...]."""
+        return _Out.apply(x, self)  # type: ignore[return-value]
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """[P, ...] -> [T, ...]."""
+        return y.index_select(0, self.place)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a packed row of T tokens splits into classes.
+    """How a packed row of T tokens holds n sequences of E tokens in all; E > T where they share beginnings.
 
     Attributes:
-        classes: they cover every sequence once.
-        unpad: [T] place of each token in the concatenation of all classes' rows.
-        cu_seqlens: [n + 1] int32, the token each of the n sequences starts at, and T.
+        classes: (sequences, tokens each is padded to), covering every sequence once.
+        padded: the row over the classes' places, one class after the other.
+        whole: the row over E places, one sequence after the other; None where that is the row itself.
+        cu_seqlens: [n + 1] int32, where among those E each sequence starts, and E.
         longest: tokens of the longest sequence.
     """
 
-    classes: tuple[LengthClass, ...]
-    unpad: torch.Tensor
+    classes: tuple[tuple[int, int], ...]
+    padded: Spread
+    whole: Spread | None
     cu_seqlens: torch.Tensor
     longest: int
 
     @property
     def tokens(self) -> int:
         """T."""
-        return len(self.unpad)
+        return len(self.padded.place)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
-        """Layout of sequences of these lengths, packed in this order."""
+    def of(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", path: np.ndarray | None = None
+    ) -> Layout:
+        """Layout of sequences of these lengths, packed in this order.
+
+        path: [E] token of the row that each of their tokens is, where they share some.
+        """
         sizes = torch.tensor(list(lengths), dtype=torch.long)
         starts = torch.cumsum(sizes, 0) - sizes
-        unpad = torch.empty(int(sizes.sum()), dtype=torch.long)
-        classes: list[LengthClass] = []
+        itself = torch.arange(int(sizes.sum()))
+        real_place = torch.empty_like(itself)
+        classes: list[tuple[int, int]] = []
+        pads: list[torch.Tensor] = []
         base = 0
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         while order:
@@ -79,26 +120,37 @@ class Layout:
             # A padded place repeats its sequence's first token: any finite value would do.
             pad = starts[members][:, None] + torch.where(real, column[None], 0)
             place = base + torch.arange(pad.numel()).view_as(pad)
-            unpad[pad[real]] = place[real]
-            classes.append(LengthClass(len(members), width, pad.flatten().to(device)))
+            real_place[pad[real]] = place[real]
+            classes.append((len(members), width))
+            pads.append(pad.flatten())
             base += pad.numel()
-        cu_seqlens = F.pad(torch.cumsum(sizes, 0), (1, 0)).to(torch.int32)
-        return cls(tuple(classes), unpad.to(device), cu_seqlens.to(device), max(lengths))
+        shared = None if path is None else torch.from_numpy(path)
+        return cls(
+            classes=tuple(classes),
+            padded=Spread.of(itself if shared is None else shared, torch.cat(pads), real_place, device),
+            whole=None if shared is None else Spread.of(shared, itself, itself, device),
+            cu_seqlens=F.pad(torch.cumsum(sizes, 0), (1, 0)).to(torch.int32).to(device),
+            longest=max(lengths),
+        )
 
 
-class _Pad(torch.autograd.Function):
-    """Packed [T, ...] -> the classes' places [P, ...]."""
+class _Out(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spread: Spread) -> torch.Tensor:
+        ctx.spread = spread
+        return x.index_select(0, spread.token)
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pad: torch.Tensor, unpad: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(unpad)
-        return x.index_select(0, pad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Padded places are never attended by a real query, so their gradient is exactly zero.
-        (unpad,) = ctx.saved_tensors
-        return grads[0].index_select(0, unpad), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A gather, and a sum where a token occurs again. Padded places are never attended by a real query, so
+        # their gradient is exactly zero.
+        grad, (tokens, places) = grads[0], ctx.spread.again
+        out = grad.index_select(0, ctx.spread.place)
+        if not len(tokens):
+            return out, None
+        wide = torch.promote_types(grad.dtype, torch.float32)  # bfloat16 would drop what later sequences add
+        total = out.to(wide).index_add_(0, tokens, grad.index_select(0, places).to(wide))
+        return total.to(grad.dtype), None
 
 
 def class_attention(
@@ -112,27 +164,46 @@ def class_attention(
     """query [T, H, D], key and value [T, Hk, D] -> [T, H, D], class by class through torch's SDPA."""
     heads, kv_heads = query.shape[1], key.shape[1]
     qkv = torch.cat([query, key, value], 1)
-    padded = _Pad.apply(qkv, torch.cat([c.pad for c in layout.classes]), layout.unpad)
     outputs = []
-    parts = padded.split([c.rows * c.width for c in layout.classes])  # type: ignore[union-attr]
-    for c, part in zip(layout.classes, parts, strict=True):
-        q, k, v = part.unflatten(0, (c.rows, c.width)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
-        windowed = window is not None and window < c.width
-        mask = _window(c.width, window, q.device) if windowed else None
+    parts = layout.padded.out(qkv).split([rows * width for rows, width in layout.classes])
+    for (rows, width), part in zip(layout.classes, parts, strict=True):
+        q, k, v = part.unflatten(0, (rows, width)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+        windowed = window is not None and window < width
+        mask = _window(width, window, q.device) if windowed else None
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=kv_heads != heads
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out.index_select(0, layout.unpad)
+    return layout.padded.back(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float | None, int | None], torch.Tensor]
 
+
+def _whole_sequences(kernel: Kernel) -> Kernel:
+    """A kernel that takes `cu_seqlens`, for rows whose sequences share tokens as well."""
+
+    @functools.wraps(kernel)
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        if (whole := layout.whole) is None:
+            return kernel(query, key, value, layout, scale, window)
+        q, k, v = (whole.out(x) for x in (query, key, value))
+        return whole.back(kernel(q, k, v, layout, scale, window))
+
+    return attend
+
+
 KERNELS: dict[str, Kernel] = {
     "sdpa": class_attention,
-    "flash": varlen.flash_attention,
-    "npu_fusion": varlen.npu_attention,
+    "flash": _whole_sequences(varlen.flash_attention),
+    "npu_fusion": _whole_sequences(varlen.npu_attention),
 }
 """By the name a platform's `attention` gives."""
 

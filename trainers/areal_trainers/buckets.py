@@ -89,11 +89,18 @@ class Packer:
 
 
 def whole(value: torch.Tensor | Computed) -> torch.Tensor:
-    """An FSDP shard's whole tensor (a collective), or the tensor itself where nothing is sharded."""
+    """An FSDP shard's whole tensor (a collective), or the tensor itself where nothing is sharded.
+
+    It is on the device that FSDP computes on, whatever memory the shard is kept in (trainer.cpu_offload): there
+    the ranks are linked, and from there buckets are sent.
+    """
     if not isinstance(value, torch.Tensor):
         return value.whole()
     if not isinstance(value, DTensor):
         return value
+    if value.device.type != (device := value.device_mesh.device_type):
+        value = value.to(device)
+        assert isinstance(value, DTensor)
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 

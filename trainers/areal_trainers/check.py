@@ -93,17 +93,25 @@ def gradients(policy: Policy, device: torch.device | str) -> dict[str, torch.Ten
 
 
 def fsdp(platform: Platform, ranks: Ranks) -> Iterator[Finding]:
-    """Forward and backward through FSDP2, in float32 and in the platform's own dtype."""
+    """A step through FSDP2, in float32 and in the platform's own dtype, and that offloaded where it can be."""
     exact = gradients(Policy(tiny().double()), "cpu")
-    for dtype in dict.fromkeys((torch.float32, platform.default_dtype)):
+    kinds = [(dtype, False) for dtype in dict.fromkeys((torch.float32, platform.default_dtype))]
+    for dtype, offload in [*kinds, *([(platform.default_dtype, True)] if platform.own_memory else [])]:
         bound = 1e-3 if dtype == torch.float32 else 0.1
-        found = gradients(shard(tiny(), ranks.mesh, dtype, kernel=platform.attention), ranks.device)
-        name = f"FSDP2, {str(dtype).removeprefix('torch.')}"
+        policy = shard(tiny(), ranks.mesh, dtype, kernel=platform.attention, cpu_offload=offload)
+        found = gradients(policy, ranks.device)
+        name = f"FSDP2, {str(dtype).removeprefix('torch.')}{', offloaded' if offload else ''}"
         yield Finding(
             f"{name}: logprobs", float((found["logprobs"] - exact["logprobs"]).abs().max()), bound, "nats"
         )
         worst = max(float((found[n] - g).norm() / g.norm()) for n, g in exact.items() if n != "logprobs")
         yield Finding(f"{name}: gradient", worst, bound, "relative")
+        norm = float(torch.stack([g.norm() for n, g in found.items() if n != "logprobs"]).norm())
+        clipped = Optimizer(policy.parameters(), learning_rate=1e-3).step()
+        yield Finding(f"{name}: norm to clip by", abs(clipped / norm - 1), 1e-3, "relative")
+        if offload:
+            away = sum(p.device.type != "cpu" for p in policy.parameters())
+            yield Finding(f"{name}: weights not in host memory", away, 0, "tensors")
 
 
 def head(platform: Platform, ranks: Ranks) -> Iterator[Finding]:

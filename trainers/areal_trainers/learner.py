@@ -19,11 +19,11 @@ from areal_trainers.algorithm.loss import STAT_NAMES, Sums, policy_loss
 from areal_trainers.algorithm.models import Companions
 from areal_trainers.batch import TrainBatch
 from areal_trainers.clock import Clock
-from areal_trainers.evaluate import evaluate, share
+from areal_trainers.evaluate import evaluate, micro_batches
 from areal_trainers.lora import without_adapter
 from areal_trainers.model import Policy
 from areal_trainers.optim import Optimizer
-from areal_trainers.packing import Item, pack
+from areal_trainers.packing import Item, MicroBatch
 from areal_trainers.ranks import Ranks
 
 
@@ -64,7 +64,7 @@ class Learner:
         policy: another than the one being trained.
         """
         model = policy or self.policy
-        found = evaluate(model, items, self.ranks, self.config.microbatch_tokens)
+        found = evaluate(model, items, self.ranks, self.config.microbatch_tokens, self.config.share_prefixes)
         # A forward without a backward leaves the root gathered; an optimiser step would not reach that copy.
         model.reshard()  # type: ignore[operator]  (added by fully_shard)
         return found
@@ -151,27 +151,27 @@ class Learner:
         moving = [i for i in items if everywhere or np.any(i.columns["advantage"] != 0.0)]
         loss, weight_max = 0.0, 0.0
         stats = np.zeros(len(STAT_NAMES))
-        for indices in share(moving, self.ranks, self.config.microbatch_tokens):
-            sums = self._backward(moving, indices, total)
+        c = self.config
+        for micro in micro_batches(moving, self.ranks, c.microbatch_tokens, c.share_prefixes):
+            sums = self._backward(moving, micro, total)
             loss += float(sums.loss.detach()) / total
             stats += sums.stats.cpu().numpy()
             weight_max = max(weight_max, sums.weight_max)
         loss, *summed = self.ranks.sum([loss, *stats.tolist()])
         return loss, np.array(summed), self.ranks.max([weight_max])[0]
 
-    def _backward(self, items: Sequence[Item], indices: list[int], total: float) -> Sums:
-        micro = pack(items, indices, self.ranks.device)
+    def _backward(self, items: Sequence[Item], micro: MicroBatch, total: float) -> Sums:
         with self.clock("forward"):
             logprobs, entropies = self.policy(micro)
         names = items[0].columns if items else ("proximal", "behaviour", "advantage", "weight", "reference")
         columns = {
-            name: micro.columns[name].to(logprobs.dtype) if indices else logprobs.new_zeros(0)
+            name: micro.columns[name].to(logprobs.dtype) if micro.items else logprobs.new_zeros(0)
             for name in names
         }
         counts = torch.tensor(
-            [items[i].predicted for i in indices], dtype=torch.int64, device=logprobs.device
+            [items[i].predicted for i in micro.items], dtype=torch.int64, device=logprobs.device
         )
-        sequence = torch.repeat_interleave(torch.arange(len(indices), device=logprobs.device), counts)
+        sequence = torch.repeat_interleave(torch.arange(len(micro.items), device=logprobs.device), counts)
         with self.clock("forward"):
             sums = policy_loss(self.algorithm, logprobs, entropies, columns, sequence)
         # FSDP averages gradients over ranks; the loss is a sum over them.

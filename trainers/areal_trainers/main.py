@@ -28,7 +28,7 @@ from areal_trainers.learner import Learner
 from areal_trainers.lora import attach
 from areal_trainers.model import load_causal_lm, shard
 from areal_trainers.optim import Optimizer
-from areal_trainers.platform import Platform, get_platform
+from areal_trainers.platform import Platform, check_offload, get_platform
 from areal_trainers.probe import Probe
 from areal_trainers.ranks import Ranks, join_ranks
 from areal_trainers.records import Records
@@ -85,6 +85,7 @@ def run_training(
     Raises ConfigError when the run has a training state and `resume` is not set: it would be overwritten.
     """
     check(config)
+    check_offload(config.trainer.cpu_offload, platform)
     if not resume and (newest := newest_state(run.state_path)):
         raise ConfigError(
             f"this run has a training state, {newest}; give --resume to go on from it, or start another run"
@@ -111,6 +112,7 @@ def run_training(
             kernel=platform.attention,
             sequence=ranks.sequence,
             activation_checkpointing=t.activation_checkpointing,
+            cpu_offload=t.cpu_offload,
         )
         optimizer = Optimizer.of(t, policy.parameters())
         weights = config.weights.model_copy(

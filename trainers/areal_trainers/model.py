@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -71,8 +71,8 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sequence is None:
             return self._results(micro, micro)
-        part, counts = self.sequence.cut(micro)
-        logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), counts)
+        part, owner = self.sequence.cut(micro)
+        logprobs, entropies = self.sequence.gather(torch.stack(self._results(micro, part)), owner)
         return logprobs.clone(), entropies.clone()  # FSDP hooks the backward on what is returned; no views
 
     def _results(self, whole: MicroBatch, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,18 +107,19 @@ def shard(
     kernel: str = "sdpa",
     sequence: SequenceGroup | None = None,
     activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
 ) -> Policy:
     """Shard `lm` over `mesh`, one FSDP unit per decoder layer and one for the rest.
 
     Gradients are reduced in the masters' dtype and averaged over ranks (FSDP's way): a loss summed over ranks has
     to be multiplied by their number. `kernel` is the platform's attention, taken where the compute dtype
-    allows. With `activation_checkpointing` a layer keeps its input alone and runs again in backward.
+    allows. With `activation_checkpointing` a layer keeps its input alone and runs again in backward. With
+    `cpu_offload` shards, their gradients and so the optimiser's state are in host memory.
     """
     if sequence is not None:
         check_heads(lm.config, sequence.size)
-    lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
     policy = Policy(lm, attention.choose_kernel(kernel, compute_dtype), sequence)
-    fully_shard_over(policy, lm, mesh, compute_dtype, activation_checkpointing)
+    fully_shard_over(policy, lm, mesh, compute_dtype, activation_checkpointing, cpu_offload)
     return policy
 
 
@@ -128,8 +129,14 @@ def fully_shard_over(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard `root`, which is made of `lm`: one FSDP unit per decoder layer of `lm`, and one for the rest."""
+    # With offloading the whole float32 model need not fit on the device: FSDP takes one unit there at a time.
+    if not cpu_offload:
+        root.to(mesh.device_type)
+    # Only memory that a device of its own reads from can be pinned.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     precision = MixedPrecisionPolicy() if compute_dtype == torch.float32 else mixed
     for layer in decoder_layers(lm):
@@ -139,8 +146,8 @@ def fully_shard_over(
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(root, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(root, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
 def decoder_layers(lm: PreTrainedModel) -> list[nn.Module]:

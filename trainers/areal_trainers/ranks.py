@@ -106,7 +106,11 @@ def join_ranks(platform: Platform, sequence_parallel: int = 1) -> Iterator[Ranks
         return
     # A single rank needs no rendezvous, so it opens no port.
     store = HashStore() if size == 1 else None
-    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
+    # What trainer.cpu_offload keeps in host memory is reduced there, whatever the device (the gradient norm).
+    backends = ",".join(
+        f"{device}:{name}" for device, name in {"cpu": "gloo", platform.name: platform.backend}.items()
+    )
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     try:
         yield _ranks(platform, rank, size, device, sequence_parallel)
     finally:

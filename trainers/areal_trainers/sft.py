@@ -27,11 +27,11 @@ from areal_agent.errors import ArealError, ConfigError
 from areal_agent.rundir import newest_state
 from areal_agent.settings import yaml_value
 from areal_trainers import checkpoint
-from areal_trainers.evaluate import share
+from areal_trainers.evaluate import micro_batches
 from areal_trainers.model import Policy, load_causal_lm, shard
 from areal_trainers.optim import Optimizer
-from areal_trainers.packing import Item, pack
-from areal_trainers.platform import get_platform
+from areal_trainers.packing import Item
+from areal_trainers.platform import check_offload, get_platform
 from areal_trainers.ranks import Ranks, join_ranks
 from areal_trainers.state import TrainingState
 
@@ -106,6 +106,7 @@ def train_sft(
         raise ConfigError(f"there is a training state already, {newest}; resume from it, or remove it first")
     torch.manual_seed(settings.seed)
     platform = get_platform(settings.platform)
+    check_offload(settings.cpu_offload, platform)
     with join_ranks(platform, settings.sequence_parallel) as ranks:
         lm = load_causal_lm(model_dir)
         policy = shard(
@@ -115,6 +116,7 @@ def train_sft(
             kernel=platform.attention,
             sequence=ranks.sequence,
             activation_checkpointing=settings.activation_checkpointing,
+            cpu_offload=settings.cpu_offload,
         )
         optimizer = Optimizer.of(settings, policy.parameters())
         states = TrainingState(
@@ -132,7 +134,9 @@ def train_sft(
             chosen = [items[i] for i in indices]
             if decay:
                 optimizer.peak = settings.learning_rate * (1.0 - 0.9 * (progress.steps / settings.steps))
-            loss = _loss_and_gradient(policy, ranks, chosen, settings.microbatch_tokens)
+            loss = _loss_and_gradient(
+                policy, ranks, chosen, settings.microbatch_tokens, settings.share_prefixes
+            )
             norm = optimizer.step()
             report = progress.step(loss, norm, chosen, time.monotonic() - start)
             if folder is not None and progress.due(settings):
@@ -196,12 +200,14 @@ class _Progress:
         return bool(every) and self.steps % every == 0 and self.steps < settings.steps
 
 
-def _loss_and_gradient(policy: Policy, ranks: Ranks, items: list[Item], budget: int) -> float:
+def _loss_and_gradient(
+    policy: Policy, ranks: Ranks, items: list[Item], budget: int, share_prefixes: bool
+) -> float:
     """Mean loss over all predicted tokens of the step; leaves its gradient in the parameters."""
     total = sum(i.predicted for i in items)
     loss_sum = 0.0
-    for indices in share(items, ranks, budget):
-        logprobs, _ = policy(pack(items, indices, ranks.device))
+    for micro in micro_batches(items, ranks, budget, share_prefixes):
+        logprobs, _ = policy(micro)
         loss = -logprobs.sum()
         # FSDP averages gradients over ranks; the loss is a sum over them.
         (loss * (ranks.size / total)).backward()

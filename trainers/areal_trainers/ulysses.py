@@ -30,8 +30,8 @@ class SequenceGroup:
     rank: int
     size: int
 
-    def cut(self, micro: MicroBatch) -> tuple[MicroBatch, list[int]]:
-        """(this rank's slice, predicted tokens of each rank's slice).
+    def cut(self, micro: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
+        """(this rank's slice, [N] the rank whose slice predicts each of the row's tokens).
 
         The row is padded behind its end to `size` slices of one length. The slice keeps global positions
         and the whole row's layout; `predict` counts from the slice's start. It has no columns.
@@ -40,9 +40,8 @@ class SequenceGroup:
         length = -(-tokens // self.size)
         padding = (0, length * self.size - tokens)
         own = slice(self.rank * length, (self.rank + 1) * length)
-        counts = torch.bincount(micro.predict // length, minlength=self.size).tolist()
-        start = sum(counts[: self.rank])
-        predicted = slice(start, start + counts[self.rank])
+        owner = micro.predict // length
+        predicted = owner == self.rank
         return (
             replace(
                 micro,
@@ -53,7 +52,7 @@ class SequenceGroup:
                 temperatures=micro.temperatures[predicted],
                 columns={},
             ),
-            counts,
+            owner,
         )
 
     def to_heads(
@@ -79,13 +78,13 @@ class SequenceGroup:
         traded = _exchange(padded.unflatten(0, (self.size, length)), self.group)  # [size, t, H/size, D]
         return traded.transpose(0, 1).flatten(1, 2)
 
-    def gather(self, values: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """[k, counts[rank]] of each slice -> [k, sum(counts)] on every rank.
+    def gather(self, values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """[k, n] of the tokens that this slice predicts -> [k, N] of all, in the row's order, on every rank.
 
-        Every rank computes the same loss from the result, so backward keeps this slice's columns and adds
+        owner: as `cut` gave it. Every rank computes the same loss from the result, so backward keeps this slice's columns and adds
         nothing up.
         """
-        return _Gather.apply(values, counts, self)  # type: ignore[return-value]
+        return _Gather.apply(values, owner, self)  # type: ignore[return-value]
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -109,13 +108,14 @@ class _Exchange(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, counts: list[int], own: SequenceGroup) -> torch.Tensor:
-        start = sum(counts[: own.rank])
-        ctx.columns = slice(start, start + counts[own.rank])
+    def forward(ctx: Any, values: torch.Tensor, owner: torch.Tensor, own: SequenceGroup) -> torch.Tensor:
+        ctx.columns = owner == own.rank
+        counts = torch.bincount(owner, minlength=own.size).tolist()
         padded = F.pad(values, (0, max(counts) - values.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=own.group)
-        return torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
+        by_rank = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
+        return torch.empty_like(by_rank).index_copy_(1, owner.argsort(stable=True), by_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from areal_agent.config import AlgorithmConfig
 from areal_trainers.attention import choose_kernel
-from areal_trainers.evaluate import evaluate, share
+from areal_trainers.evaluate import evaluate, micro_batches
 from areal_trainers.model import fully_shard_over, packed_inputs
 from areal_trainers.optim import Optimizer
-from areal_trainers.packing import Item, MicroBatch, pack
+from areal_trainers.packing import Item, MicroBatch
 from areal_trainers.ranks import Ranks
 from areal_trainers.ulysses import SequenceGroup
 
@@ -49,8 +49,8 @@ class ValueModel(nn.Module):
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         if self.sequence is None:
             return self._values(micro, micro)
-        part, counts = self.sequence.cut(micro)
-        return self.sequence.gather(self._values(micro, part)[None], counts)[0].clone()
+        part, owner = self.sequence.cut(micro)
+        return self.sequence.gather(self._values(micro, part)[None], owner)[0].clone()
 
     def _values(self, whole: MicroBatch, part: MicroBatch) -> torch.Tensor:
         inputs = packed_inputs(whole, part, self.kernel, self.sequence)
@@ -67,11 +67,11 @@ def shard_values(
     kernel: str = "sdpa",
     sequence: SequenceGroup | None = None,
     activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
 ) -> ValueModel:
     """A critic made of `lm`, which is used up, sharded over `mesh` as areal_trainers.model.shard does."""
-    lm.to(torch.device(mesh.device_type))  # pyright: ignore[reportArgumentType]
-    model = ValueModel(lm, choose_kernel(kernel, compute_dtype), sequence).to(mesh.device_type)
-    fully_shard_over(model, lm, mesh, compute_dtype, activation_checkpointing)
+    model = ValueModel(lm, choose_kernel(kernel, compute_dtype), sequence)
+    fully_shard_over(model, lm, mesh, compute_dtype, activation_checkpointing, cpu_offload)
     return model
 
 
@@ -85,9 +85,10 @@ class Critic:
         ranks: Ranks,
         algorithm: AlgorithmConfig,
         microbatch_tokens: int,
+        share_prefixes: bool,
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.algorithm, self.microbatch_tokens = algorithm, microbatch_tokens
+        self.algorithm, self.packing = algorithm, (microbatch_tokens, share_prefixes)
 
     def values(self, items: Sequence[Item]) -> list[np.ndarray]:
         """Per item [n] float64 values of its predicted tokens."""
@@ -96,7 +97,7 @@ class Critic:
             value = self.model(micro)
             return value, value
 
-        found = evaluate(forward, items, self.ranks, self.microbatch_tokens)[0]
+        found = evaluate(forward, items, self.ranks, *self.packing)[0]
         self.model.reshard()  # type: ignore[operator]  (added by fully_shard)
         return found
 
@@ -104,10 +105,9 @@ class Critic:
         """(loss, fraction of values the clip acted on); leaves the gradient. Items as `complete` made them."""
         total = max(1.0, sum(float(i.columns["value_count"].sum()) for i in items))
         loss, clipped = 0.0, 0.0
-        for indices in share(items, self.ranks, self.microbatch_tokens):
-            micro = pack(items, indices, self.ranks.device)
+        for micro in micro_batches(items, self.ranks, *self.packing):
             values: torch.Tensor = self.model(micro)
-            columns = micro.columns if indices else {name: values for name in VALUE_COLUMNS}
+            columns = micro.columns if micro.items else {name: values for name in VALUE_COLUMNS}
             part, part_clipped = value_loss(self.algorithm, values, columns)
             # FSDP averages gradients over ranks; the loss is a sum over them.
             (part * (self.ranks.size / total)).backward()

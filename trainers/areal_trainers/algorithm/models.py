@@ -33,7 +33,14 @@ def load_companions(config: RunConfig, ranks: Ranks, platform: Platform) -> Comp
     within = algorithm.needs_reference and t.lora.rank > 0 and not algorithm.reference
     if algorithm.needs_reference and not within:
         lm = load_causal_lm(algorithm.reference or config.model).requires_grad_(False)
-        reference = shard(lm, ranks.mesh, dtype, kernel=platform.attention, sequence=ranks.sequence)
+        reference = shard(
+            lm,
+            ranks.mesh,
+            dtype,
+            kernel=platform.attention,
+            sequence=ranks.sequence,
+            cpu_offload=t.cpu_offload,
+        )
     if algorithm.needs_critic:
         model = shard_values(
             load_causal_lm(config.model),
@@ -42,7 +49,8 @@ def load_companions(config: RunConfig, ranks: Ranks, platform: Platform) -> Comp
             kernel=platform.attention,
             sequence=ranks.sequence,
             activation_checkpointing=t.activation_checkpointing,
+            cpu_offload=t.cpu_offload,
         )
         optimizer = Optimizer.of(t, model.parameters(), algorithm.critic_learning_rate)
-        critic = Critic(model, optimizer, ranks, algorithm, t.microbatch_tokens)
+        critic = Critic(model, optimizer, ranks, algorithm, t.microbatch_tokens, t.share_prefixes)
     return Companions(reference, within, critic)

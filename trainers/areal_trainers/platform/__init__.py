@@ -48,4 +48,13 @@ def get_platform(name: str = "auto") -> Platform:
     return platform
 
 
-__all__ = ["PLATFORMS", "Platform", "get_platform"]
+def check_offload(wanted: bool, platform: Platform) -> None:
+    """Raise ConfigError where `trainer.cpu_offload` is wanted and the platform's memory is the host's."""
+    if wanted and not platform.own_memory:
+        raise ConfigError(
+            f"trainer.cpu_offload = true, but on platform {platform.name} weights and optimiser state are in host "
+            "memory as it is, so it would free nothing; set it to false"
+        )
+
+
+__all__ = ["PLATFORMS", "Platform", "check_offload", "get_platform"]

@@ -20,6 +20,7 @@ class Platform(Protocol):
         widest_float: widest floating-point dtype its collectives add in.
         bucket_mib: MiB of weights that are best broadcast at once.
         attention: a name of attention.KERNELS, taken where it can compute in the run's dtype.
+        own_memory: whether its memory is apart from the host's, so that offloading to the host frees some.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Platform(Protocol):
     widest_float: torch.dtype
     bucket_mib: float
     attention: str
+    own_memory: bool
 
     def available(self) -> bool:
         """Whether a device of this family can be used in this process."""

@@ -22,6 +22,7 @@ class CpuPlatform:
     # Copied, summed and sent within the cache; copying 64 MiB at a time cost twice as much.
     bucket_mib = 4.0
     attention = "sdpa"
+    own_memory = False
 
     def available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()

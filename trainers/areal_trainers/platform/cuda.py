@@ -18,6 +18,7 @@ class CudaPlatform:
     widest_float = torch.float64
     bucket_mib = 32.0
     attention = "flash"
+    own_memory = True
 
     def available(self) -> bool:
         return torch.cuda.is_available()

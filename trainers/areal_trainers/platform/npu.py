@@ -23,6 +23,7 @@ class NpuPlatform:
     widest_float = torch.float32
     bucket_mib = 32.0
     attention = "npu_fusion"
+    own_memory = True
 
     @property
     def _npu(self) -> Any:
