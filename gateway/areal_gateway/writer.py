@@ -170,7 +170,11 @@ class LedgerWriter:
             else:
                 stop = len(group) < GROUP_LIMIT
             self.db.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1e3)}")
-            self._commit(group)
+            if any(rows for rows, _ in group):
+                self._commit(group)
+            else:
+                for _, settle in group:
+                    settle(None)
             if self._since_checkpoint >= CHECKPOINT_ROWS:
                 self._checkpoint()
             self.db.execute("PRAGMA busy_timeout = 0")
