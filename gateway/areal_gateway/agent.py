@@ -80,7 +80,7 @@ def completions(dialect: Dialect) -> Handler:
         caller = await authenticate(gateway, request)
         session = caller if isinstance(caller, Session) else None
         try:
-            body = await read_json(request)
+            body = await read_json(request, gateway.turns)
             asked = with_labels(dialect.read(body, caller), request)
             config = gateway.config
             # What an evaluation measures is not the agent's to choose.

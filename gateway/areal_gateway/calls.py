@@ -34,6 +34,7 @@ from areal_gateway.rows import call_rows
 from areal_gateway.sessions import Session, check_open
 from areal_gateway.tokens import Tokens
 from areal_gateway.tree import Attachment
+from areal_gateway.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,9 @@ class Sampled:
         n = len(self.ids)
         if len(self.logprobs) != n:
             return f"{n} tokens but {len(self.logprobs)} logprobs"
-        for i, p in enumerate(self.logprobs):
-            if p is None or not math.isfinite(p):
-                return f"token {i} of {n} has logprob {p}"
+        if None in self.logprobs or not all(map(math.isfinite, self.logprobs)):  # type: ignore[arg-type]
+            i, p = next((i, p) for i, p in enumerate(self.logprobs) if p is None or not math.isfinite(p))
+            return f"token {i} of {n} has logprob {p}"
         at = 0
         for start, end, version in self.spans:
             if start != at or end <= start or version < 0:
@@ -101,6 +102,7 @@ class Calls:
         ledger: Ledger,
         events: EventBus,
         metrics: Metrics,
+        turns: Turns,
         call_timeout_s: float,
     ) -> None:
         self._fleet = fleet
@@ -108,6 +110,7 @@ class Calls:
         self._ledger = ledger
         self._events = events
         self._metrics = metrics
+        self._turns = turns
         self._timeout_s = call_timeout_s
         self._pace = Pace()
         totals, self.tokens_sampled = ledger.call_totals()
@@ -218,6 +221,7 @@ class Calls:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._sample(exchange, prepared, sampling, index, sampled, stream)
+            await self._turns.turn()
             reply = read_reply(self._tokens, fmt, prepared.prompt_ids, sampled.ids, call_id)
             reason = sampled.fault()
             state = CallState.TRUNCATED if sampled.finish == "length" else CallState.COMPLETE

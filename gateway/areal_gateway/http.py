@@ -13,6 +13,7 @@ from aiohttp import web
 from areal_agent.errors import GatewayError
 from areal_gateway.core import GATEWAY, Gateway
 from areal_gateway.ledger import LedgerError
+from areal_gateway.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,11 @@ Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[GatewayError], bytes]
 
 
-async def read_json(request: web.Request) -> Any:
-    """The parsed body. Raises GatewayError: 413 too large (counted after decompression), 400 no JSON."""
+async def read_json(request: web.Request, turns: Turns | None = None) -> Any:
+    """The parsed body, with `turns` in a turn that begins with the parsing.
+
+    Raises GatewayError: 413 too large (counted after decompression), 400 no JSON.
+    """
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge as e:
@@ -41,6 +45,8 @@ async def read_json(request: web.Request) -> Any:
         ) from e
     except web.RequestPayloadError as e:
         raise GatewayError(f"the request body cannot be read: {e}", status=400, code="invalid_body") from e
+    if turns is not None:
+        await turns.turn()
     try:
         return orjson.loads(raw or b"{}")
     except orjson.JSONDecodeError as e:

@@ -1,10 +1,9 @@
 """The ledger: an append-only SQLite file that everything else is a fold over.
 
-Invariant: no row is ever changed or removed (triggers forbid it), and what `append` awaited is on disk.
-One writer thread owns the only writing connection; rows queued while it commits share the next commit,
-so the price of a commit is paid once for all calls that wait for it. Files are write-ahead logged: an
-acknowledged row survives a killed process, and the file is whole after a power cut, which may cost its last
-moments; with `sync="full"` every commit is flushed to the disk, and nothing is lost then either.
+Invariant: no row is ever changed or removed (triggers forbid it), and what `append` awaited is committed.
+The file is write-ahead logged: a committed row survives a killed process, and the file is whole after a power
+cut, which may cost its last moments; with `sync="full"` every commit is flushed to the disk, and nothing is
+lost then either. How rows are written is in writer.py; this file opens it and reads it.
 
 Session keys are stored as SHA-256 only. They are random 192-bit strings, so a plain hash cannot be
 guessed backwards, and a ledger that is copied or exported gives nobody a live key.
@@ -15,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
-from areal_agent.errors import ArealError, ConfigError
+from areal_agent.errors import ConfigError
 from areal_gateway.records import (
     LeaseEnd,
     LeaseRecord,
@@ -34,31 +32,13 @@ from areal_gateway.records import (
 )
 from areal_gateway.rows import CALL_COLUMNS, Row, read_call, read_reward, read_seal, read_session
 from areal_gateway.schema import SCHEMA_VERSION, upgrade
+from areal_gateway.writer import BUSY_S, LedgerError, LedgerWriter
 
 log = logging.getLogger(__name__)
-
-BUSY_S = 30.0
-"""Longest a write waits for another program that holds the file, a backup for instance."""
 
 PAGE_BYTES = 1024
 """A call's row is 1 to 20 kB, and SQLite leaves the rest of a row's last page empty: with its 4 kB pages, rows
 of 2.7 kB cost 1.57 times their bytes, with these 1.18 times. Files made before keep theirs."""
-
-CHECKPOINT_PAGES = 4000
-"""The write-ahead log is folded into the file every 4 MB, as with SQLite's own page size."""
-
-GROUP_LIMIT = 1024
-"""Most rows in one commit; bounds how long the first of them waits for the last."""
-
-
-class LedgerError(ArealError):
-    """The ledger could not be written or read; nothing that depends on the row may be acknowledged.
-
-    Its message is shown to agents as well, and names no path.
-    """
-
-
-_Item = tuple[list[Row], Callable[[BaseException | None], None]]
 
 
 class Ledger:
@@ -67,22 +47,17 @@ class Ledger:
     def __init__(self, path: str | Path, sync: Literal["normal", "full"] = "normal") -> None:
         """Open or create the file. Raises ConfigError when it is in use, damaged, or of a newer version."""
         self.path = Path(path)
-        self.commits = 0
-        self.rows = 0
         self._lock_file = _lock(self.path)
         try:
-            self._writer = _connect(self.path)
-            _prepare(self._writer, self.path, sync)
+            db = _connect(self.path)
+            _prepare(db, self.path, sync)
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
         except BaseException:
             self._lock_file.close()
             raise
         self._reading = threading.Lock()
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
-        self._thread.start()
+        self._writer = LedgerWriter(db, flushed=sync == "full")
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -92,96 +67,17 @@ class Ledger:
         Rows are written in the order of the calls. Not awaiting the future is allowed; a failure is then
         logged. Where nobody will ever wait, `note` is cheaper.
         """
-        if self._closed:
-            raise LedgerError("the ledger is closed")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        done.add_done_callback(_log_if_unseen)
-
-        def settle(error: BaseException | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(LedgerError(f"cannot write to the ledger: {error}"))
-
-        def from_thread(error: BaseException | None) -> None:
-            try:
-                loop.call_soon_threadsafe(settle, error)
-            except RuntimeError:  # the loop is closed: the row is on disk and nobody waits for it
-                log.debug("a ledger commit outlived its event loop")
-
-        self._queue.put((list(rows), from_thread))
-        return done
+        return self._writer.append(*rows)
 
     def note(self, *rows: Row) -> None:
         """As `append`, for rows that nobody waits for: the event loop is not woken. A failure is logged."""
-        if self._closed:
-            raise LedgerError(f"ledger {self.path} is closed")
-        self._queue.put((list(rows), _unseen))
-
-    def _write(self) -> None:
-        """The writer thread: take what is queued, commit it together, tell everyone."""
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            group = [item]
-            stop = False
-            while len(group) < GROUP_LIMIT:
-                try:
-                    more = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if more is None:
-                    stop = True
-                    break
-                group.append(more)
-            self._commit(group)
-            if stop:
-                return
-
-    def _commit(self, group: list[_Item]) -> None:
-        try:
-            self._transaction(rows for rows, _ in group)
-        except Exception as e:  # not SQLite's only: a value it cannot hold must not end the writer either
-            if len(group) == 1:
-                log.error("ledger write failed: %s", e)
-                group[0][1](e)
-                return
-            for item in group:  # one bad row must not fail its neighbours
-                self._commit([item])
-            return
-        for _, settled in group:
-            settled(None)
-
-    def _transaction(self, items: Iterable[list[Row]]) -> None:
-        written = 0
-        self._writer.execute("BEGIN IMMEDIATE")
-        try:
-            for rows in items:
-                for sql, values in rows:
-                    self._writer.execute(sql, values)
-                    written += 1
-            self._writer.execute("COMMIT")
-        except BaseException:
-            if self._writer.in_transaction:  # a full disk may have ended it already
-                self._writer.execute("ROLLBACK")
-            raise
-        self.commits += 1
-        self.rows += written
+        self._writer.note(*rows)
 
     def close(self) -> None:
         """Write what is queued, then close. Further appends raise."""
-        if self._closed:
-            return
-        self._closed = True
-        self._queue.put(None)
-        self._thread.join(30.0)
+        self._writer.close()
         with self._reading:
             self._reader.close()
-        self._writer.close()
         self._lock_file.close()
 
     # -- reading: call from a worker thread, or at start -------------------------------------------
@@ -332,7 +228,6 @@ def _prepare(db: sqlite3.Connection, path: Path, sync: str) -> None:
             )
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.execute(f"PRAGMA synchronous = {sync.upper()}")
         if found == 0:
             others = db.execute("SELECT name FROM sqlite_master").fetchall()
@@ -350,12 +245,3 @@ def _prepare(db: sqlite3.Connection, path: Path, sync: str) -> None:
             )
     except sqlite3.DatabaseError as e:
         raise ConfigError(f"cannot open the ledger {path}: {e}") from e
-
-
-def _unseen(error: BaseException | None) -> None:
-    """`_commit` has logged it."""
-
-
-def _log_if_unseen(done: asyncio.Future[None]) -> None:
-    if not done.cancelled() and (error := done.exception()) is not None:
-        log.error("%s", error)

@@ -218,4 +218,6 @@ def ints(values: Any) -> array[int]:
 
 def floats(values: Any) -> array[float]:
     """Logprobs -> float32 array; None becomes NaN, so that positions never shift."""
-    return array("f", [float("nan") if v is None else v for v in values])
+    if None in values:
+        values = [float("nan") if v is None else v for v in values]
+    return array("f", values)

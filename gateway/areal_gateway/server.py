@@ -44,6 +44,8 @@ def serve(run_dir: str | Path) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # One text at a time is tokenised; handing it to a pool of threads costs more than most texts do.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(run_dir)
     config = RunConfig.read(folder / "config.json")
     try:
@@ -129,6 +131,7 @@ async def _answer(
     # stops the event loop for a tenth of a second and more.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
     where = run_dir / "gateway.json"
     try:
         await web.SockSite(runner, sock, ssl_context=tls(config.gateway)).start()

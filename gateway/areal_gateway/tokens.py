@@ -145,6 +145,8 @@ class Tokens:
     @classmethod
     def load(cls, model: str | Path, config: GatewayConfig, context: int | None = None) -> Tokens:
         """From a Hugging Face model folder. Raises ConfigError with what is missing."""
+        from areal_gateway.tokens_qwen3 import Qwen3Tokens  # which builds on this class
+
         folder = Path(model)
         settings = _read_settings(folder)
         hf = _load_tokenizer(folder)
@@ -161,7 +163,7 @@ class Tokens:
                 syntax = ReplySyntax(
                     known=True, json_calls=True, thinks=config.enable_thinking, ids=_markup_ids(hf)
                 )
-                return cls(renderer, fast, context=length, name=name, syntax=syntax)
+                return Qwen3Tokens(renderer, fast, context=length, name=name, syntax=syntax)
             chosen: Any = config_from_name(name)
             return cls(create_renderer(hf, chosen), hf, context=length, name=name)
         except (ValueError, AssertionError, KeyError, TypeError) as e:
@@ -224,10 +226,8 @@ class Tokens:
 
     def body(self, output_ids: list[int]) -> list[int]:
         """The reply's ids up to the token that ended it."""
-        for i, token in enumerate(output_ids):
-            if token in self.stop_token_ids:
-                return output_ids[:i]
-        return output_ids
+        ends = [output_ids.index(t) for t in self.stop_token_ids if t in output_ids]
+        return output_ids[: min(ends)] if ends else output_ids
 
 
 class TemplateRenderer:
@@ -349,13 +349,15 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _load_tokenizer(folder: Path) -> Any:
     """tokenizer.json as it is; `AutoTokenizer` only where there is none (it may rewrite pre-tokenizers)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not any(
         (folder / name).is_file() for name in TOKENIZER_FILES
     ):  # else the library invents an empty one
         raise ConfigError(f"there is no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}")
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    # Each where it is needed: AutoTokenizer imports torch, for some seconds and 300 MB.
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast as kind
+    else:
+        from transformers import AutoTokenizer as kind
     try:
         return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:  # the library raises many types for one fact: this folder holds no tokenizer

@@ -7,6 +7,7 @@ nothing and samples nothing. `attach` changes nothing (prepare); `add` does, onc
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,11 +49,11 @@ class Node:
 
     def ids(self) -> list[int]:
         """Prompt and sampled ids: what a child's prompt must begin with."""
-        out: list[int] = []
+        out = array("i")
         for node in reversed(list(self.ancestry())):
-            out.extend(node.record.suffix_ids)
-            out.extend(node.record.output_ids)
-        return out
+            out += node.record.suffix_ids
+            out += node.record.output_ids
+        return out.tolist()
 
     def ancestry(self) -> Iterator[Node]:
         """This node, its parent, ... up to the root."""

@@ -15,9 +15,10 @@ from fakes.engine import FakeEngine
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.continuation import remaining
 from areal_gateway.fleet.drivers import drive
+from areal_gateway.fleet.event import GENERATE
 from areal_gateway.fleet.http import EngineHTTP
 from areal_gateway.fleet.protocol import EngineDriver, EngineRefused
-from areal_gateway.fleet.replies import GENERATE, sampling_params
+from areal_gateway.fleet.replies import sampling_params
 from areal_gateway.fleet.resubmit import ResubmitDriver
 from areal_gateway.fleet.types import INTERRUPTED, Chunk, EngineSampling, Span
 

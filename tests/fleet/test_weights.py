@@ -299,7 +299,7 @@ async def test_a_failure_ends_in_v_or_in_v_minus_1_or_is_visibly_held(
     tmp_path: Path, transport: str, fault: Fault
 ) -> None:
     config = run_config(
-        fleet={"max_restarts": 0}, gateway={"hold_timeout_s": 0.3}, weights={"transfer_timeout_s": 1}
+        fleet={"max_restarts": 0}, gateway={"hold_timeout_s": 1.5}, weights={"transfer_timeout_s": 1}
     )
     async with fake_fleet(tmp_path, 2, config=config) as h:
         await update(h, 1, transport=transport)  # so that nothing may serve version 0 any more

@@ -14,10 +14,11 @@ from gateway_support import ADMIN_KEY, Reply, Served, make_app
 
 from areal_agent.errors import ConfigError
 from areal_agent.wire import unpack
-from areal_gateway import ledger as ledgers
+from areal_gateway import writer
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.rows import delivery_row
 from areal_gateway.tokens import Tokens
+from areal_gateway.writer import LedgerWriter
 
 BIG = "x" * 2000
 WIDE = {str(i): "x" * 1000 for i in range(64)}
@@ -26,12 +27,12 @@ WIDE = {str(i): "x" * 1000 for i in range(64)}
 @contextmanager
 def full(ledger: Ledger) -> Iterator[None]:
     """SQLite may use no page more: what a full disk answers, code and all (SQLITE_FULL)."""
-    (pages,) = ledger._writer.execute("PRAGMA page_count").fetchone()
-    ledger._writer.execute(f"PRAGMA max_page_count = {pages}")
+    (pages,) = ledger._writer.db.execute("PRAGMA page_count").fetchone()
+    ledger._writer.db.execute(f"PRAGMA max_page_count = {pages}")
     try:
         yield
     finally:
-        ledger._writer.execute("PRAGMA max_page_count = 1073741823")
+        ledger._writer.db.execute("PRAGMA max_page_count = 1073741823")
 
 
 def ask(text: str, *before: str) -> dict[str, Any]:
@@ -112,15 +113,15 @@ async def test_an_ack_that_was_not_written_is_written_when_it_is_repeated(
     url = served.url + "/admin/trajectories/lease"
     async with served.http.post(url, json={"groups": 1}, headers=headers) as r:
         lease = {"lease_id": unpack(await r.read()).lease_id}
-    transaction = Ledger._transaction
+    transaction = LedgerWriter._transaction
 
-    def no_room(self: Ledger, items: Any) -> None:
+    def no_room(self: LedgerWriter, items: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(Ledger, "_transaction", no_room)
+    monkeypatch.setattr(LedgerWriter, "_transaction", no_room)
     status, body = await served.admin("POST", "/admin/trajectories/ack", lease, None)
     assert (status, body["error"]["code"]) == (500, "ledger_error")
-    monkeypatch.setattr(Ledger, "_transaction", transaction)
+    monkeypatch.setattr(LedgerWriter, "_transaction", transaction)
     await served.admin("POST", "/admin/trajectories/ack", lease)
     await served.admin("POST", "/admin/trajectories/ack", lease)
     await served.stop()
@@ -133,7 +134,7 @@ async def test_an_ack_that_was_not_written_is_written_when_it_is_repeated(
 async def test_a_ledger_locked_by_another_program_is_waited_for_then_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledgers, "BUSY_S", 0.3)
+    monkeypatch.setattr(writer, "BUSY_S", 0.3)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     other = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

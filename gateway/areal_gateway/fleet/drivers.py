@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from areal_agent.errors import EngineError
+from areal_gateway.fleet.event import COMPLETIONS, GENERATE
 from areal_gateway.fleet.http import EngineHTTP
 from areal_gateway.fleet.protocol import EngineDriver
-from areal_gateway.fleet.replies import COMPLETIONS, GENERATE
 from areal_gateway.fleet.resubmit import ResubmitDriver
 from areal_gateway.fleet.spans import SpansDriver
 

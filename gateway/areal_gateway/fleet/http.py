@@ -19,6 +19,7 @@ import orjson
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.process import MODEL_NAME
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
+from areal_gateway.turns import Turns
 
 KEEPALIVE_S = 2.0
 """vLLM's server closes idle connections after 5 s; a pooled one must be dropped earlier than that."""
@@ -34,6 +35,7 @@ class EngineHTTP:
         self.model = model
         self._session: aiohttp.ClientSession | None = None
         self._replies: set[aiohttp.ClientResponse] = set()
+        self.turns = Turns()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -140,16 +142,16 @@ def cut(response: aiohttp.ClientResponse) -> None:
     response.close()
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The `data:` payloads of a server-sent event stream."""
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """The `data:` payloads of a server-sent event stream, those together that came together."""
     buffer = bytearray()
     async for piece in response.content.iter_any():
         buffer += piece
-        while (end := buffer.find(b"\n\n")) >= 0:
-            line = bytes(buffer[:end])
-            del buffer[: end + 2]
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        if (end := buffer.rfind(b"\n\n")) < 0:
+            continue
+        lines = bytes(buffer[:end]).split(b"\n\n")
+        del buffer[: end + 2]
+        yield [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 async def error_text(response: aiohttp.ClientResponse) -> str:

@@ -6,38 +6,29 @@ that stops without a finish reason is an EngineLost, never a reply.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 
 from areal_agent.errors import EngineError
+from areal_gateway.fleet.event import Choice, Event, Top, decoder, logprobs_of, possible, top_of
 from areal_gateway.fleet.http import EngineHTTP, error_text, events
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused, EngineTimedOut
 from areal_gateway.fleet.types import EngineSampling
 
+MANY = 8
+"""Events that came at once are read in a turn of the event loop when they are more."""
+
 FINISH_REASONS = ("stop", "length", "abort")
 
-MASKED = -9999.0
-"""vLLM writes a logprob of minus infinity as this; a sampled token cannot have it."""
 
-ID = "token_id:"
-"""How completions spells a token id in place of the token's text."""
-
-GENERATE = "/inference/v1/generate"
-COMPLETIONS = "/v1/completions"
-
-
-Top = list[list[tuple[int, float]]]
-"""For each token, the likeliest at its place: (token id, logprob)."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """An event: `token_ids` [n], `logprobs` [n], the finish reason on the last, and the choice as it came.
+    """What came at once, of one event or several: `token_ids` [n], `logprobs` [n], the finish reason on the last,
+    with it the engine's word on the versions.
 
     `top` [n], where it was asked for: (token id, logprob) of the likeliest tokens, the likeliest first.
     """
@@ -45,7 +36,7 @@ class Piece:
     token_ids: list[int]
     logprobs: list[float | None]
     finish_reason: str | None
-    choice: dict[str, Any]
+    weight_versions: list[dict[str, Any]]
     top: Top | None = None
 
 
@@ -54,7 +45,7 @@ async def pieces(
 ) -> AsyncGenerator[Piece]:
     """Stream the reply to `body`, with the `top` likeliest tokens. Raises as EngineDriver.generate does."""
     n, done = 0, False
-    read_logprobs, read_top = _LOGPROBS[path], _TOP[path]
+    read = decoder(path, top=bool(top))
     try:
         # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
         async with http.stream(path, body, timeout_s) as response:
@@ -63,18 +54,16 @@ async def pieces(
                     f"engine {http.url} answered {response.status}: {await error_text(response)}",
                     response.status,
                 )
-            async for data in events(response):
-                if (choice := _choice(http.url, data, n)) is None:
-                    continue
-                ids = choice.get("token_ids") or []
-                n += len(ids)
-                finish = choice.get("finish_reason")
-                if finish is not None and finish not in FINISH_REASONS:
-                    raise EngineError(f"engine {http.url} ended a reply with finish_reason {finish!r}")
-                done = done or finish is not None
-                raw = choice.get("logprobs") or {}
-                likeliest = read_top(ids, raw, top) if top else None
-                yield Piece(ids, read_logprobs(ids, raw), finish, choice, likeliest)
+            async for batch in events(response):
+                if len(batch) > MANY:
+                    await http.turns.turn()
+                piece, fault = _piece(http.url, read, batch, n, top)
+                if piece is not None:
+                    n += len(piece.token_ids)
+                    done = done or piece.finish_reason is not None
+                    yield piece
+                if fault is not None:
+                    raise fault
     except TimeoutError:
         raise EngineTimedOut(
             f"engine {http.url} had not finished the reply after {timeout_s:.0f} s "
@@ -87,81 +76,65 @@ async def pieces(
         raise EngineLost(f"engine {http.url} cut a reply after {n} tokens")
 
 
-def _choice(url: str, data: bytes, n: int) -> dict[str, Any] | None:
+def _piece(
+    url: str, read: Callable[[bytes], Event], batch: list[bytes], n: int, top: int
+) -> tuple[Piece | None, EngineError | None]:
+    """What some events say after `n` tokens, and the error that one of them is: what came before it counts.
+
+    An engine under load and a gateway that is busy have several waiting; on its way up one piece of them
+    costs what one event does.
+    """
+    piece: Piece | None = None
+    fault: EngineError | None = None
+    for data in batch:
+        try:
+            choice = _choice(url, read, data, n)
+        except EngineError as e:
+            fault = e
+            break
+        if choice is None:
+            continue
+        if piece is None:
+            piece = Piece([], [], None, [], [] if top else None)
+        ids = choice.token_ids or []
+        n += len(ids)
+        piece.token_ids += ids
+        piece.logprobs += logprobs_of(choice, ids)
+        if piece.top is not None:
+            piece.top += top_of(choice, ids, top)
+        if choice.finish_reason is not None:
+            piece.finish_reason = choice.finish_reason
+            piece.weight_versions = choice.weight_versions or []
+    if piece is not None:
+        piece.logprobs = possible(piece.logprobs)
+    return piece, fault
+
+
+def _choice(url: str, read: Callable[[bytes], Event], data: bytes, n: int) -> Choice | None:
     if data == b"[DONE]":
         return None
     try:
-        event = orjson.loads(data)
-    except orjson.JSONDecodeError as e:
-        raise EngineError(f"engine {url} sent an event that is not JSON: {data[:200]!r}") from e
-    if error := event.get("error"):
+        event = read(data)
+    except msgspec.DecodeError as e:
+        raise EngineError(f"engine {url} sent an event that cannot be read ({e}): {data[:200]!r}") from e
+    if error := event.error:
         told = error if isinstance(error, dict) else {"message": error}
         code = told.get("code")
         raise _failure(
             f"engine {url} failed after {n} tokens of a reply: {told.get('message')}",
             code if isinstance(code, int) else 500,
         )
-    return event["choices"][0] if event.get("choices") else None
+    if not event.choices:
+        return None
+    choice = event.choices[0]
+    if choice.finish_reason is not None and choice.finish_reason not in FINISH_REASONS:
+        raise EngineError(f"engine {url} ended a reply with finish_reason {choice.finish_reason!r}")
+    return choice
 
 
 def _failure(message: str, status: int) -> EngineError:
     """Of a reply. vLLM catches what its dying core raises, and answers or streams it as an error of its own."""
     return EngineLost(message) if status >= 500 else EngineRefused(message, status)
-
-
-def _of_generate(ids: list[int], raw: dict[str, Any]) -> list[float | None]:
-    """One per id; None where the engine gave none, or gave another token's."""
-    content = raw.get("content") or []
-    if len(content) != len(ids):
-        return [None] * len(ids)
-    # Written out: this runs for every token of every reply.
-    return [
-        p
-        if e and e.get("token_id") == t and (p := e.get("logprob")) is not None and MASKED < p < math.inf
-        else None
-        for t, e in zip(ids, content, strict=True)
-    ]
-
-
-def _of_completions(ids: list[int], raw: dict[str, Any]) -> list[float | None]:
-    """One per id. This shape names tokens by their text, so that only the count can be checked."""
-    values = raw.get("token_logprobs") or []
-    return [_sampled(v) for v in values] if len(values) == len(ids) else [None] * len(ids)
-
-
-_LOGPROBS: dict[str, Callable[[list[int], dict[str, Any]], list[float | None]]] = {
-    GENERATE: _of_generate,
-    COMPLETIONS: _of_completions,
-}
-
-
-def _top_of_generate(ids: list[int], raw: dict[str, Any], k: int) -> Top:
-    content = raw.get("content") or []
-    entries = ((c or {}).get("top_logprobs") or () for c in content)
-    found = [[(int(e["token_id"]), float(e["logprob"])) for e in at] for at in entries]
-    return _likeliest(ids, found, k)
-
-
-def _top_of_completions(ids: list[int], raw: dict[str, Any], k: int) -> Top:
-    columns = raw.get("top_logprobs") or []
-    found = [[(int(name.removeprefix(ID)), float(p)) for name, p in (at or {}).items()] for at in columns]
-    return _likeliest(ids, found, k)
-
-
-def _likeliest(ids: list[int], found: Top, k: int) -> Top:
-    """The likeliest `k` at each place, those of probability 0 left out; none where the engine told none."""
-    found = found if len(found) == len(ids) else [[] for _ in ids]
-    return [sorted((e for e in at if e[1] > MASKED), key=lambda e: -e[1])[:k] for at in found]
-
-
-_TOP: dict[str, Callable[[list[int], dict[str, Any], int], Top]] = {
-    GENERATE: _top_of_generate,
-    COMPLETIONS: _top_of_completions,
-}
-
-
-def _sampled(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and value > MASKED else None
 
 
 def sampling_params(s: EngineSampling) -> dict[str, Any]:

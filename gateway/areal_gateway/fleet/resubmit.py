@@ -15,9 +15,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from areal_agent.errors import EngineError
+from areal_gateway.fleet.event import COMPLETIONS, GENERATE
 from areal_gateway.fleet.http import EngineHTTP
 from areal_gateway.fleet.protocol import EngineLost, EngineTimedOut
-from areal_gateway.fleet.replies import COMPLETIONS, GENERATE, Piece, completions_body, generate_body, pieces
+from areal_gateway.fleet.replies import Piece, completions_body, generate_body, pieces
 from areal_gateway.fleet.types import INTERRUPTED, Chunk, EngineSampling, Span
 
 GRACE_S = 0.5

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_agent.errors import EngineError
+from areal_gateway.fleet.event import GENERATE
 from areal_gateway.fleet.http import EngineHTTP
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
-from areal_gateway.fleet.replies import GENERATE, generate_body, pieces
+from areal_gateway.fleet.replies import generate_body, pieces
 from areal_gateway.fleet.types import Chunk, EngineSampling, Span
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class SpansDriver(EngineHTTP):
                     flight.n += len(piece.token_ids)
                     spans = None
                     if piece.finish_reason is not None:
-                        spans = self._stamped(piece.choice.get("weight_versions") or [], flight)
+                        spans = self._stamped(piece.weight_versions, flight)
                     yield Chunk(piece.token_ids, piece.logprobs, piece.finish_reason, spans, piece.top)
         except EngineLost as e:
             e.spans = flight.spans()

@@ -1,0 +1,151 @@
+"""One event of a reply's stream, as either token endpoint of a vLLM server words it, in one shape.
+
+Invariant: a token has its own logprob, or None where the engine gave none or gave another token's; a value
+that no sampled token can have is none.
+
+Events are decoded into typed structs: this is most of what a reply costs the gateway, and a struct of the
+four fields that are read costs half of a dictionary of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+MASKED = -9999.0
+"""vLLM writes a logprob of minus infinity as this; a sampled token cannot have it."""
+
+ID = "token_id:"
+"""How completions spells a token id in place of the token's text."""
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+
+Top = list[list[tuple[int, float]]]
+"""For each token, the likeliest at its place: (token id, logprob)."""
+
+
+class _Likely(Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Sampled(Struct, gc=False):
+    token_id: int | None = None
+    logprob: float | None = None
+
+
+class _SampledTop(Struct, gc=False):
+    token_id: int | None = None
+    logprob: float | None = None
+    top_logprobs: list[_Likely] | None = None
+
+
+class _Content(Struct, gc=False):
+    content: list[_Sampled | None] | None = None
+
+
+class _ContentTop(Struct, gc=False):
+    content: list[_SampledTop | None] | None = None
+
+
+class _Columns(Struct, gc=False):
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(Struct, gc=False):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+class _Generated(_Choice, gc=False):
+    logprobs: _Content | None = None
+
+
+class _GeneratedTop(_Choice, gc=False):
+    logprobs: _ContentTop | None = None
+
+
+class _Completed(_Choice, gc=False):
+    logprobs: _Columns | None = None
+
+
+Choice = _Generated | _GeneratedTop | _Completed
+
+
+class _Event(Struct, gc=False):
+    error: Any = None
+
+
+class GeneratedEvent(_Event, gc=False):
+    """Of GENERATE."""
+
+    choices: list[_Generated] | None = None
+
+
+class GeneratedTopEvent(_Event, gc=False):
+    """Of GENERATE, with the likeliest tokens."""
+
+    choices: list[_GeneratedTop] | None = None
+
+
+class CompletedEvent(_Event, gc=False):
+    """Of COMPLETIONS."""
+
+    choices: list[_Completed] | None = None
+
+
+Event = GeneratedEvent | GeneratedTopEvent | CompletedEvent
+
+_DECODERS: dict[tuple[str, bool], Callable[[bytes], Event]] = {
+    (GENERATE, False): msgspec.json.Decoder(GeneratedEvent).decode,
+    (GENERATE, True): msgspec.json.Decoder(GeneratedTopEvent).decode,
+    (COMPLETIONS, False): msgspec.json.Decoder(CompletedEvent).decode,
+    (COMPLETIONS, True): msgspec.json.Decoder(CompletedEvent).decode,
+}
+
+
+def decoder(path: str, *, top: bool) -> Callable[[bytes], Event]:
+    """Reads events of `path`, with the likeliest tokens or without. It raises msgspec.DecodeError."""
+    return _DECODERS[path, top]
+
+
+def logprobs_of(choice: Choice, ids: list[int]) -> list[float | None]:
+    """One per id, as the engine wrote it; see `possible`.
+
+    Completions names tokens by their text, so that there only the count can be checked.
+    """
+    if isinstance(choice, _Completed):
+        values = (choice.logprobs and choice.logprobs.token_logprobs) or []
+        return values if len(values) == len(ids) else [None] * len(ids)
+    content = (choice.logprobs and choice.logprobs.content) or []
+    if len(content) != len(ids):
+        return [None] * len(ids)
+    return [e.logprob if e and e.token_id == t else None for t, e in zip(ids, content, strict=True)]
+
+
+def possible(logprobs: list[float | None]) -> list[float | None]:
+    """None in place of what no sampled token can have."""
+    if None not in logprobs and (not logprobs or MASKED < min(logprobs) <= max(logprobs) < math.inf):  # type: ignore[type-var]
+        return logprobs
+    return [p if p is not None and MASKED < p < math.inf else None for p in logprobs]
+
+
+def top_of(choice: Choice, ids: list[int], k: int) -> Top:
+    """For each id the likeliest `k`, those of probability 0 left out; none where the engine told none."""
+    found: Top = []
+    if isinstance(choice, _Completed):
+        columns = (choice.logprobs and choice.logprobs.top_logprobs) or []
+        found = [[(int(n.removeprefix(ID)), p) for n, p in (at or {}).items()] for at in columns]
+    elif isinstance(choice, _GeneratedTop):
+        entries = (choice.logprobs and choice.logprobs.content) or []
+        found = [[(e.token_id, e.logprob) for e in (at and at.top_logprobs) or ()] for at in entries]
+    if len(found) != len(ids):
+        return [[] for _ in ids]
+    return [sorted((e for e in at if e[1] > MASKED), key=lambda e: -e[1])[:k] for at in found]

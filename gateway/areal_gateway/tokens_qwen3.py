@@ -1,0 +1,72 @@
+"""Qwen3's tokens, without looking at every token of a long conversation for each reply.
+
+Invariant: the same results as `Tokens` gives, id for id and word for word.
+
+The renderer scans prompt and reply in Python, several times over, for the marks of a reasoning region. Where
+there is none, what it says depends on the ends alone, and those are what it is given: how the prompt's last
+turn begins, how the reply ends, what its tool calls say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from renderers import ParsedResponse
+
+from areal_gateway.tokens import Tokens
+
+
+class Qwen3Tokens(Tokens):
+    """Made by Tokens.load; needs `syntax.ids`."""
+
+    def bridge(
+        self,
+        conversation: list[dict[str, Any]],
+        prompt_ids: list[int],
+        output_ids: list[int],
+        new_messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+    ) -> list[int] | None:
+        """See Tokens.bridge."""
+        turn = self._turn(prompt_ids)
+        one_turn = not any(t in output_ids[:-1] for t in self.stop_token_ids)
+        if not (output_ids and one_turn and self._without_reasoning(turn, output_ids)):
+            return super().bridge(conversation, prompt_ids, output_ids, new_messages, tools)
+        end = output_ids[-1:]
+        ids = super().bridge(conversation, turn, end, new_messages, tools)
+        return None if ids is None else prompt_ids + output_ids + ids[len(turn) + 1 :]
+
+    def parse(
+        self, output_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]]
+    ) -> ParsedResponse:
+        """See Tokens.parse."""
+        if not self._without_reasoning(self._turn(prompt_ids), output_ids):
+            return super().parse(output_ids, prompt_ids, tools)
+        body, call = self.body(output_ids), self.syntax.ids["<tool_call>"]
+        at = body.index(call) if call in body else len(body)
+        if at == len(body):
+            return ParsedResponse(content=self.text(body).strip())
+        parsed = super().parse(body[at:], [], tools)
+        if not parsed.tool_calls:  # no parser could read them
+            return super().parse(output_ids, prompt_ids, tools)
+        for i, said in enumerate(parsed.tool_calls):
+            if said.token_span is not None:
+                start, end = said.token_span
+                parsed.tool_calls[i] = replace(said, token_span=(at + start, at + end))
+        parsed.content = self.text(body[:at]).strip()
+        return parsed
+
+    def _turn(self, prompt_ids: list[int]) -> list[int]:
+        """The prompt from the end of its last whole turn on; all of it where no turn ended."""
+        for i in range(len(prompt_ids) - 1, -1, -1):
+            if prompt_ids[i] in self.stop_token_ids:
+                return prompt_ids[i:]
+        return prompt_ids
+
+    def _without_reasoning(self, turn: list[int], output_ids: list[int]) -> bool:
+        """Whether neither the prompt's last turn leaves a reasoning region open nor the reply has a mark of one."""
+        begin, end = self.syntax.ids["<think>"], self.syntax.ids["</think>"]
+        if begin in output_ids or end in output_ids:
+            return False
+        return begin not in turn or end in turn[turn.index(begin) :]

@@ -1,0 +1,79 @@
+"""The short way through Qwen3's grammar gives what the renderer gives on all of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_families import FAMILIES
+
+from areal_agent.config import GatewayConfig
+from areal_gateway.tokens import Tokens
+from areal_gateway.tokens_qwen3 import Qwen3Tokens
+
+USER = {"role": "user", "content": "2 + 3?"}
+NEXT = [{"role": "tool", "tool_call_id": "x", "content": "five"}, {"role": "user", "content": " and\nthen? "}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+PIECES = (
+    *("five ", "\n\n", " ", "naïve 漢字", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_start|>assistant\n",
+        CALL,
+        CALL,
+        '{"name": 1}',
+        "<tool_response>",
+    ),
+)
+words = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "thinking"])
+def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    folder = FAMILIES["qwen3_like"](tmp_path_factory.mktemp("qwen3"))
+    found = Tokens.load(folder, GatewayConfig(enable_thinking=request.param))
+    assert isinstance(found, Qwen3Tokens)
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(began=words, said=words, ended=st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]))
+def test_a_reply_reads_the_same(tokens: Tokens, began: str, said: str, ended: str) -> None:
+    prompt = tokens.render([USER], []) + tokens.tokenizer.encode(began)
+    output = tokens.tokenizer.encode(said + ended)
+    assert tokens.parse(output, prompt, []) == Tokens.parse(tokens, output, prompt, [])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    began=words, said=words, ended=st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]), new=st.integers(1, 2)
+)
+def test_a_conversation_goes_on_the_same(tokens: Tokens, began: str, said: str, ended: str, new: int) -> None:
+    prompt = tokens.render([USER], []) + tokens.tokenizer.encode(began)
+    output = tokens.tokenizer.encode(said + ended)
+    args = ([], prompt, output, NEXT[:new], [])
+    assert tokens.bridge(*args) == Tokens.bridge(tokens, *args)
+
+
+def test_the_short_way_is_taken(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it the renderer is shown little of a long conversation."""
+    prompt = tokens.render([USER, {"role": "assistant", "content": "five " * 500}, USER], [])
+    output = tokens.tokenizer.encode("five " * 300 + CALL + "<|im_end|>")
+    shown: list[int] = []
+    parse, bridge = tokens.renderer.parse_response, tokens.renderer.bridge_to_next_turn
+
+    def parsing(ids: list[int], **rest: object) -> object:
+        shown.append(len(ids))
+        return parse(ids, **rest)  # type: ignore[arg-type]
+
+    def bridging(before: list[int], said: list[int], new: object, **rest: object) -> object:
+        shown.append(len(before) + len(said))
+        return bridge(before, said, new, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokens.renderer, "parse_response", parsing)
+    monkeypatch.setattr(tokens.renderer, "bridge_to_next_turn", bridging)
+    assert tokens.parse(output, prompt, []).tool_calls[0].name == "add"
+    assert tokens.bridge([], prompt, output, NEXT[:1], []) is not None
+    assert len(shown) == 2
+    assert sum(shown) < 100
