@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _face import Report, main
-from interrupt import small_model
+from _small_model import small_model
 
 from areal_agent.config import RunConfig
 from areal_gateway.fleet import EngineSampling, Fleet
