@@ -130,6 +130,10 @@ class Loop:
 
 
 def measure(quick: bool, calls: int | None = None) -> Report:
+    if calls is not None and calls % ENGINES:
+        raise SystemExit(
+            f"--calls {calls}: {ENGINES} engines share them evenly; give a multiple of {ENGINES}"
+        )
     report = Report()
     regimes = [
         Regime(calls or 16, visits=2, windows=2) if quick else Regime(calls or 16, visits=3, windows=3)
@@ -144,11 +148,12 @@ def measure(quick: bool, calls: int | None = None) -> Report:
 
 
 async def compare(report: Report, model: Path, scratch: Path, regimes: list[Regime]) -> None:
+    most = max(r.calls for r in regimes) // ENGINES
     values = {
         "model": str(model),
         "fleet": {
             "engines": ENGINES,
-            "max_num_seqs": 64,
+            "max_num_seqs": most,
             "max_model_len": LONGEST_CONTEXT,
             "kv_cache_gib": 0.5,
         },
@@ -164,7 +169,7 @@ async def compare(report: Report, model: Path, scratch: Path, regimes: list[Regi
     await engines.start()
     try:
         bench.urls = [m.url for m in engines.members]
-        steps = await bench.step_times(max(r.calls for r in regimes) // ENGINES)
+        steps = await bench.step_times(most)
         shown = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in steps.points)
         report.facts["step time, ms, by calls on each engine"] = shown
         for regime in regimes:
@@ -203,13 +208,9 @@ class Bench:
 
     async def step_times(self, most: int) -> Measured:
         """With as many calls on every engine at once, for they share the machine."""
-        points = []
+        sizes = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
         async with self.fleet("spans") as (fleet, _):
-            n = 1
-            while n <= most:
-                points.append((n, await self._step_time(fleet, n * ENGINES)))
-                n *= 2
-        return Measured(points)
+            return Measured([(n, await self._step_time(fleet, n * ENGINES)) for n in sizes])
 
     async def _step_time(self, fleet: Fleet, calls: int) -> float:
         loop = Loop(fleet, f"step/{calls}", [iter([STEP_TOKENS] * 2) for _ in range(calls)])
