@@ -153,7 +153,7 @@ async def compare(report: Report, model: Path, scratch: Path, regimes: list[Regi
         "model": str(model),
         "fleet": {
             "engines": ENGINES,
-            "max_num_seqs": most,
+            "max_num_seqs": max(64, most),
             "max_model_len": LONGEST_CONTEXT,
             "kv_cache_gib": 0.5,
         },
