@@ -9,7 +9,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,25 @@ class Report:
         self.targets.append(Target(sentence, met))
 
 
-def main(doc: str, measure: Callable[[bool], Report], argv: Sequence[str] | None = None) -> None:
-    """Parse the shared options, run `measure(quick)`, print, and exit 1 when `--check` finds a miss."""
+def main(
+    doc: str,
+    measure: Callable[..., Report],
+    argv: Sequence[str] | None = None,
+    own: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Parse the shared options, run `measure(quick)`, print, and exit 1 when `--check` finds a miss.
+
+    Args:
+        own: options of this benchmark alone, {name: keywords of `add_argument`}; `measure` gets them by name.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller run, within ten minutes")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    for name, keywords in (own or {}).items():
+        parser.add_argument(f"--{name}", **keywords)
     options = parser.parse_args(argv)
-    report = measure(options.quick)
+    report = measure(options.quick, **{name: getattr(options, name) for name in own or {}})
     show(report)
     if options.json:
         machine = {"python": platform.python_version(), "machine": platform.machine()}

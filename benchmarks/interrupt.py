@@ -1,249 +1,400 @@
 """What interrupting pays: tokens per second and update latency with replies of very different lengths.
 
-Two real engines, a closed loop of calls, and weight updates by broadcast at a fixed interval of 10 to 20 mean
-replies. The same engines and the same lengths (log-normal, the longest 20 times the mean) under three ways:
-`keep` freezes replies and lets them go on, `resubmit` aborts them and sends prompt and partial reply again,
-`drain` admits nothing new and waits for the longest (Fu et al., AReaL, 2025, "interruptible generation", has
-the first against the last). New weights lie in the engines before a drain begins, which favours it.
+Two real engines, a closed loop of calls, and weight updates by broadcast every 15 mean replies. The same
+replies (lengths log-normal, the longest 20 times the mean) under three ways: `keep` freezes them and lets them
+go on, `resubmit` aborts them and sends prompt and partial reply again, `drain` admits nothing new and waits for
+the longest (Fu et al., AReaL, 2025, "interruptible generation", has the first against the last, in a regime
+where decoding is bound by memory). New weights lie in the engines before a drain begins, which favours it.
 
-For each update: `prefilled again`, tokens that had to be computed a second time; `tokens lost`, how far it
-fell behind the rate just before updates (the mean of all runs). From the latter follows keep over drain for
-other intervals, which is computed, not measured.
+What draining costs depends on the regime: slots that stand empty are lost where a step takes as long for one
+reply as for a full batch (an accelerator reading weights), and are not where its time grows with the batch.
+So the step times of these engines are measured first. The default is 8 calls an engine, which a step of these takes
+less than twice as long for as for one: the nearest that a CPU comes to that regime. The whole run also measures 32 an
+engine, three times as long. From the lengths and the step times follows what keep over drain should be, were there
+nothing but decoding; it is computed for the very replies that are measured, and printed beside.
+
+A window begins when an update is there and ends when the next one may be. Modes take turns in a random order
+with the same replies in the same slots, and their windows are compared pair by pair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import torch
 from _face import Report, main
+from _replies import LONGEST, SIGMA, Computed, Measured, StepTime, constant, lengths, visit
+from _small_model import LONGEST_CONTEXT, small_model
 from transformers import AutoModelForCausalLM
 
 from areal_agent.config import RunConfig
 from areal_gateway.fleet import EngineSampling, Fleet
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "examples" / "agents")]
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from fakes.sender import Sender, checksums, pack  # noqa: E402
-from small_model.warm_start import RECIPE, blank  # noqa: E402
+from fakes.sender import Sender, checksums, pack
 
 MODES = ("keep", "resubmit", "drain")
-INTERVALS = (5, 10, 15, 20, 30)
-"""Mean replies between two updates, for which keep over drain is computed."""
-
+ENGINES = 2
 PROMPT_TOKENS = 64
-SIGMA = 1.2
-"""Of the lengths' logarithms."""
+MEAN = 64
+"""Tokens of a reply."""
 
-LONGEST = 20
-"""Mean replies."""
+INTERVAL = 15
+"""Mean replies from one update to the next."""
 
-RAMP_S = 10.0
-"""Until the calls in flight are as mixed as they stay: at first all of them are young."""
+OTHER_INTERVALS = (10, 20)
+"""For which keep over drain is computed as well."""
+
+SETTLE = 6
+"""Mean replies before the first update: at first all calls are young, as they are after a drain."""
+
+TYPICAL = list(islice(lengths(MEAN, "typical"), 10000))
+
+STEP_TOKENS = 200
+"""Of the replies by which step times are measured."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """`calls` at once, of replies with a mean of `mean` tokens; an update every `replies` mean replies."""
+    """`calls` at once on all engines; each mode is visited `visits` times, for `windows` updates."""
 
     calls: int
-    mean: int
-    replies: int
-    updates: int
-    order: tuple[str, ...]
-    """Modes as they run: there and back, for the machine's other work must not favour a place in the order."""
+    visits: int
+    windows: int
 
-    def lengths(self) -> Iterator[int]:
-        """Tokens of one reply after the other, the same in every mode."""
-        rng = random.Random(0)
-        middle = math.log(self.mean) - SIGMA**2 / 2
-        while True:
-            yield max(1, min(LONGEST * self.mean, round(rng.lognormvariate(middle, SIGMA))))
+    def replies(self, seed: object) -> list[Iterator[int]]:
+        """For each call in flight, the lengths of the replies that follow one another in its place."""
+        return [lengths(MEAN, f"{seed}/{i}") for i in range(self.calls)]
 
 
-QUICK = Regime(calls=64, mean=50, replies=15, updates=1, order=("keep", "drain", "resubmit", "drain", "keep"))
-WHOLE = Regime(calls=64, mean=80, replies=15, updates=2, order=("keep", "drain", "resubmit", "drain", "keep"))
+@dataclass
+class Window:
+    """What was measured from one update to the next.
+
+    `again`: tokens prefilled a second time. `took`: seconds of each reply that ended.
+    """
+
+    tokens: int
+    seconds: float
+    latency_s: float
+    pause_s: float
+    again: int
+    took: list[float]
 
 
 @dataclass
 class Loop:
-    """A closed loop of calls."""
+    """A closed loop of calls: `tokens` that came, and how long the replies that ended had taken."""
 
     fleet: Fleet
-    regime: Regime
+    seed: object
+    replies: list[Iterator[int]]
     tokens: int = 0
-    done: int = 0
+    took: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
-        lengths = self.regime.lengths()
         async with asyncio.TaskGroup() as group:
-            for i in range(self.regime.calls):
-                group.create_task(self._client(i, lengths))
+            for i, own in enumerate(self.replies):
+                group.create_task(self._client(i, own))
 
-    async def _client(self, i: int, lengths: Iterator[int]) -> None:
-        rng = random.Random(i)
-        for n in lengths:
-            prompt = [rng.randrange(100, 900) for _ in range(PROMPT_TOKENS)]
-            sampling = EngineSampling(max_tokens=n, extra={"ignore_eos": True})
-            stream = self.fleet.generate(session_id=f"s{i}", prompt_ids=prompt, sampling=sampling)
-            got = 0
-            async with aclosing(stream):
-                async for chunk in stream:
-                    got += len(chunk.token_ids)
-                    self.tokens += len(chunk.token_ids)
-            if got != n:
-                raise SystemExit(f"a reply of {n} tokens came with {got}")
-            self.done += 1
+    async def _client(self, i: int, own: Iterator[int]) -> None:
+        rng = random.Random(f"{self.seed}/{i}")
+        for n in own:
+            began = time.perf_counter()
+            await self.call(f"s{i}", [rng.randrange(100, 900) for _ in range(PROMPT_TOKENS)], n)
+            self.took.append(time.perf_counter() - began)
+
+    async def call(self, session: str, prompt: list[int], n: int) -> None:
+        sampling = EngineSampling(max_tokens=n, extra={"ignore_eos": True})
+        got = 0
+        stream = self.fleet.generate(session_id=session, prompt_ids=prompt, sampling=sampling)
+        async with aclosing(stream):
+            async for chunk in stream:
+                got += len(chunk.token_ids)
+                self.tokens += len(chunk.token_ids)
+        if got != n:
+            raise SystemExit(f"a reply of {n} tokens came with {got}")
 
 
-def measure(quick: bool) -> Report:
+def measure(quick: bool, calls: int | None = None) -> Report:
+    if calls is not None and calls % ENGINES:
+        raise SystemExit(
+            f"--calls {calls}: {ENGINES} engines share them evenly; give a multiple of {ENGINES}"
+        )
     report = Report()
+    regimes = [
+        Regime(calls or 16, visits=2, windows=2) if quick else Regime(calls or 16, visits=3, windows=3)
+    ]
+    if calls is None and not quick:
+        regimes.append(Regime(64, visits=1, windows=2))
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         model = small_model(Path(scratch))
-        asyncio.run(compare(report, model, Path(scratch), QUICK if quick else WHOLE))
+        asyncio.run(compare(report, model, Path(scratch), regimes))
     return report
 
 
-async def compare(report: Report, model: Path, scratch: Path, regime: Regime) -> None:
+async def compare(report: Report, model: Path, scratch: Path, regimes: list[Regime]) -> None:
+    most = max(r.calls for r in regimes) // ENGINES
     values = {
         "model": str(model),
-        "fleet": {"engines": 2, "max_num_seqs": 64, "max_model_len": 4096, "kv_cache_gib": 0.5},
+        "fleet": {
+            "engines": ENGINES,
+            "max_num_seqs": max(64, most),
+            "max_model_len": LONGEST_CONTEXT,
+            "kv_cache_gib": 0.5,
+        },
         "gateway": {"hold_timeout_s": 120},
     }
     config = RunConfig.parse(values)
-    weights = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    bench = Bench(config, scratch, dict(AutoModelForCausalLM.from_pretrained(model).named_parameters()))
+    report.facts["replies, tokens"] = (
+        f"mean {statistics.fmean(TYPICAL):.0f}, median {statistics.median(TYPICAL):.0f}, longest {max(TYPICAL)} "
+        f"(log-normal, sigma {SIGMA:g}, cut at {LONGEST} x the mean), prompt {PROMPT_TOKENS}"
+    )
     engines = Fleet(config, scratch, lambda _: None)
     await engines.start()
-    interval: float | None = None
-    per_mode: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     try:
-        for mode in regime.order:
-            figures = await run(mode, config, engines, scratch, weights, regime, interval)
-            interval = interval or figures["interval"]
-            print(
-                mode, json.dumps(figures), file=sys.stderr, flush=True
-            )  # a run cut short has said something
-            per_mode[mode].append(figures)
+        bench.urls = [m.url for m in engines.members]
+        steps = await bench.step_times(most)
+        shown = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in steps.points)
+        report.facts["step time, ms, by calls on each engine"] = shown
+        for regime in regimes:
+            await bench.compare(report, regime, steps, judged=regime is regimes[0])
     finally:
         await engines.stop()
-    assert interval is not None
-    steady = statistics.fmean(f["steady"] for runs in per_mode.values() for f in runs)
-    speed = {mode: statistics.fmean(f["tokens/s"] for f in runs) for mode, runs in per_mode.items()}
-    lost = {mode: (steady - speed[mode]) * interval for mode in MODES}
-    for mode, runs in per_mode.items():
-        row = {name: statistics.fmean(f[name] for f in runs) for name in runs[0]}
-        del row["interval"], row["steady"]
-        ratio = speed[mode] / speed["drain"]
-        report.rows.append({"mode": mode, **row, "tokens lost": lost[mode], "over drain": ratio})
-    lengths = list(islice(regime.lengths(), 4000))
-    report.facts["calls in flight, on two engines"] = regime.calls
-    report.facts["prompt, tokens"] = PROMPT_TOKENS
-    report.facts["replies, tokens"] = (
-        f"mean {statistics.fmean(lengths):.0f}, median {statistics.median(lengths):.0f}, longest {max(lengths)} "
-        f"(log-normal, sigma {SIGMA:g}, cut at {LONGEST} x the mean)"
-    )
-    report.facts["update interval"] = f"{regime.replies} mean replies, {interval:.1f} s"
-    report.facts["updates per mode"] = {mode: regime.updates * len(runs) for mode, runs in per_mode.items()}
-    report.facts["keep over drain, runs in their order"] = ", ".join(
-        f"{a['tokens/s'] / b['tokens/s']:.2f}"
-        for a, b in zip(per_mode["keep"], per_mode["drain"], strict=True)
-    )
-    reply_s = interval / regime.replies
-    report.facts["keep over drain, computed, by interval in mean replies"] = ", ".join(
-        f"{n}: {(steady * n * reply_s - lost['keep']) / (steady * n * reply_s - lost['drain']):.2f}"
-        for n in INTERVALS
-    )
     report.facts["load average of the machine"] = f"{os.getloadavg()[0]:.1f}"
-    ratio = speed["keep"] / speed["drain"]
-    report.target(f"keep has at least 1.12 times the throughput of drain: {ratio:.2f}", ratio >= 1.12)
 
 
-async def run(
-    mode: str,
-    config: RunConfig,
-    engines: Fleet,
-    scratch: Path,
-    weights: dict[str, torch.nn.Parameter],
-    regime: Regime,
-    interval: float | None,
-) -> dict[str, float]:
-    """One mode on the engines of `engines`, through a fleet of its own that is attached to them."""
-    config = config.model_copy(deep=True)
-    config.fleet.attach = [m.url for m in engines.members]
-    config.fleet.engines = 0
-    config.fleet.driver = "resubmit" if mode == "resubmit" else "spans"
-    fleet, sender = Fleet(config, scratch, lambda _: None), Sender(timeout_s=60)
-    await fleet.start()
-    loop = Loop(fleet, regime)
+@dataclass
+class Bench:
+    """Two engines at `urls`, and fleets that are attached to them one after the other."""
+
+    config: RunConfig
+    scratch: Path
+    weights: dict[str, torch.nn.Parameter]
+    urls: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def fleet(self, driver: str) -> AsyncIterator[tuple[Fleet, Callable[[bool], Awaitable[float]]]]:
+        """(fleet, update): a fleet of its own, and how to give it new weights."""
+        config = self.config.model_copy(deep=True)
+        config.fleet = config.fleet.model_copy(update={"attach": self.urls, "engines": 0, "driver": driver})
+        fleet, sender = Fleet(config, self.scratch, lambda _: None), Sender(timeout_s=60)
+        await fleet.start()
+
+        async def update(drain: bool) -> float:
+            return await push(fleet, sender, self.weights, drain)
+
+        try:
+            await update(False)  # the first one makes the group, and clears what other fleets left in caches
+            yield fleet, update
+        finally:
+            sender.leave()
+            await fleet.stop()
+
+    async def step_times(self, most: int) -> Measured:
+        """With as many calls on every engine at once, for they share the machine."""
+        sizes = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+        async with self.fleet("spans") as (fleet, _):
+            return Measured([(n, await self._step_time(fleet, n * ENGINES)) for n in sizes])
+
+    async def _step_time(self, fleet: Fleet, calls: int) -> float:
+        loop = Loop(fleet, f"step/{calls}", [iter([STEP_TOKENS] * 2) for _ in range(calls)])
+        began = time.perf_counter()
+        await loop.run()
+        return (time.perf_counter() - began) * calls / loop.tokens
+
+    async def compare(self, report: Report, regime: Regime, steps: Measured, *, judged: bool) -> None:
+        """Add the rows and facts of one regime, and the target where this is the regime that is `judged`."""
+        reply_s = await self.reply_s(regime, steps)
+        runs: dict[str, list[list[Window]]] = {mode: [] for mode in MODES}
+        for number in range(regime.visits):
+            for mode in random.Random(number).sample(MODES, len(MODES)):
+                windows = await self.visit(mode, regime, number, reply_s)
+                runs[mode].append(windows)
+                told = {
+                    "calls": regime.calls,
+                    "mode": mode,
+                    "tokens/s": [round(w.tokens / w.seconds) for w in windows],
+                }
+                told |= {"latency s": [round(w.latency_s, 2) for w in windows]}
+                told |= {"pause s": [round(w.pause_s, 2) for w in windows]}
+                print(json.dumps(told), file=sys.stderr, flush=True)  # a run cut short has said something
+        flat = {mode: [w for windows in visits for w in windows] for mode, visits in runs.items()}
+        for mode, windows in flat.items():
+            ratios = over(windows, flat["drain"])
+            low, high = bootstrap(windows, flat["drain"])
+            report.rows.append(
+                {
+                    "calls": regime.calls,
+                    "mode": mode,
+                    "tokens/s": rate(windows),
+                    "update latency s": statistics.median(w.latency_s for w in windows),
+                    "pause s": statistics.median(w.pause_s for w in windows),
+                    "prefilled again": statistics.fmean(w.again for w in windows),
+                    "over drain": rate(windows) / rate(flat["drain"]),
+                    "95 %": f"{low:.2f} to {high:.2f}",
+                    "median pair": statistics.median(ratios),
+                }
+            )
+        self._tell(report, regime, steps, reply_s, flat)
+        if judged:
+            total = rate(flat["keep"]) / rate(flat["drain"])
+            pair = statistics.median(over(flat["keep"], flat["drain"]))
+            report.target(
+                f"keep has at least 1.12 times the throughput of drain: {total:.2f}, median pair {pair:.2f}",
+                min(total, pair) >= 1.12,
+            )
+
+    def _tell(
+        self,
+        report: Report,
+        regime: Regime,
+        steps: Measured,
+        reply_s: float,
+        flat: dict[str, list[Window]],
+    ) -> None:
+        with_calls = f"with {regime.calls} calls: "
+        each = regime.calls // ENGINES
+        report.facts[with_calls + "step time, ms"] = (
+            f"{1e3 * steps(1):.1f} at 1 call on each engine, {1e3 * steps(each):.1f} at full batch ({each}): "
+            f"{steps(each) / steps(1):.2f} times"
+        )
+        interval_s = INTERVAL * reply_s
+        took = statistics.fmean(s for w in flat["keep"] for s in w.took)
+        report.facts[with_calls + "update interval"] = (
+            f"{interval_s:.1f} s, {interval_s / took:.1f} mean replies as `keep` took them; "
+            f"{len(flat['keep'])} windows a mode"
+        )
+        pairs = ", ".join(f"{ratio:.2f}" for ratio in over(flat["keep"], flat["drain"]))
+        report.facts[with_calls + "keep over drain, pair by pair"] = pairs
+        replies, idle, ratio = expected(regime, constant, INTERVAL)
+        report.facts[with_calls + "computed from the lengths"] = (
+            f"a drain takes {replies:.1f} mean replies, {idle:.2f} of its slot-time is idle; with a constant step time "
+            f"keep over drain would be {ratio:.2f}"
+        )
+        report.facts[with_calls + "computed with the measured step times, by interval"] = ", ".join(
+            f"{n}: {expected(regime, steps, n)[2]:.2f}" for n in sorted((INTERVAL, *OTHER_INTERVALS))
+        )
+
+    async def reply_s(self, regime: Regime, steps: Measured) -> float:
+        """Seconds of a mean reply at full batch: calls x mean length / rate (Little's law)."""
+        guess = MEAN * steps(regime.calls // ENGINES)
+        async with self.fleet("spans") as (fleet, _), calling(fleet, regime, "rate") as (loop, calls):
+            await sleep(2 * guess, calls)
+            here, then = loop.tokens, time.perf_counter()
+            await sleep(10 * guess, calls)
+            per_s = (loop.tokens - here) / (time.perf_counter() - then)
+        return regime.calls * statistics.fmean(TYPICAL) / per_s
+
+    async def visit(self, mode: str, regime: Regime, seed: int, reply_s: float) -> list[Window]:
+        windows = []
+        driver = "resubmit" if mode == "resubmit" else "spans"
+        async with self.fleet(driver) as (fleet, update), calling(fleet, regime, seed) as (loop, calls):
+            await sleep(SETTLE * reply_s, calls)
+            for _ in range(regime.windows):
+                again, tokens = sum(fleet.calls.prefilled_again.values()), loop.tokens
+                ended = len(loop.took)
+                began = time.perf_counter()
+                pause_s = await update(mode == "drain")
+                latency_s = time.perf_counter() - began
+                await sleep(INTERVAL * reply_s - latency_s, calls)
+                seconds = time.perf_counter() - began
+                again = sum(fleet.calls.prefilled_again.values()) - again
+                got = loop.tokens - tokens
+                windows.append(Window(got, seconds, latency_s, pause_s, again, loop.took[ended:]))
+        return windows
+
+
+def expected(regime: Regime, step: StepTime, interval: int) -> tuple[float, float, float]:
+    """(mean replies that a drain takes, share of its slot-time that is idle, keep over drain), for the very windows
+    that are measured, were there nothing but decoding."""
+    reply_s = statistics.fmean(TYPICAL) * step(regime.calls // ENGINES)
+
+    def windows(drain: bool) -> list[Computed]:
+        visits = (
+            visit(
+                regime.replies(seed),
+                ENGINES,
+                step,
+                settle_s=SETTLE * reply_s,
+                interval_s=interval * reply_s,
+                windows=regime.windows,
+                drain=drain,
+            )
+            for seed in range(regime.visits)
+        )
+        return [window for windows in visits for window in windows]
+
+    keep, drain = windows(False), windows(True)
+    slot_s = regime.calls * sum(w.drained_s for w in drain)
+    replies = statistics.fmean(w.drained_s for w in drain) / reply_s
+    return replies, sum(w.idle_s for w in drain) / slot_s, rate(keep) / rate(drain)
+
+
+def rate(windows: Sequence[Window | Computed]) -> float:
+    """Tokens per second, all by all."""
+    return sum(w.tokens for w in windows) / sum(w.seconds for w in windows)
+
+
+def over(a: list[Window], b: list[Window]) -> list[float]:
+    return [x.tokens / x.seconds / (y.tokens / y.seconds) for x, y in zip(a, b, strict=True)]
+
+
+def bootstrap(a: list[Window], b: list[Window]) -> tuple[float, float]:
+    """95 % interval (percentiles) of the ratio of their rates; pairs of windows are drawn, with replacement."""
+    rng = random.Random(0)
+    pairs = list(zip(a, b, strict=True))
+    drawn = ([*zip(*rng.choices(pairs, k=len(pairs)), strict=True)] for _ in range(4000))
+    ratios = sorted(rate(x) / rate(y) for x, y in drawn)
+    return ratios[100], ratios[-101]
+
+
+@asynccontextmanager
+async def calling(
+    fleet: Fleet, regime: Regime, seed: object
+) -> AsyncIterator[tuple[Loop, asyncio.Task[None]]]:
+    """(loop, its task), ended with the block."""
+    loop = Loop(fleet, seed, regime.replies(seed))
     calls = asyncio.create_task(loop.run())
     try:
-        # The first update of a fleet makes the group, and the first of an engine compiles: neither is measured.
-        await sleep_until(time.perf_counter() + RAMP_S / 2, calls)
-        await update("keep", fleet, sender, weights)
-        here, then = loop.tokens, time.perf_counter()
-        await sleep_until(then + RAMP_S / 2, calls)
-        if interval is None:  # a mean reply takes calls x mean length / rate (Little's law)
-            rate = (loop.tokens - here) / (time.perf_counter() - then)
-            interval = regime.replies * regime.calls * statistics.fmean(islice(regime.lengths(), 4000)) / rate
-        latencies, pauses, steady = [], [], []
-        fleet.calls.prefilled_again.clear()
-        tokens, began = loop.tokens, time.perf_counter()
-        for i in range(regime.updates):
-            await sleep_until(began + (i + 0.25) * interval, calls)
-            here, then = loop.tokens, time.perf_counter()
-            await sleep_until(began + (i + 0.5) * interval, calls)
-            steady.append((loop.tokens - here) / (time.perf_counter() - then))
-            start = time.perf_counter()
-            pauses.append(await update(mode, fleet, sender, weights))
-            latencies.append(time.perf_counter() - start)
-        await sleep_until(began + regime.updates * interval, calls)
-        seconds = time.perf_counter() - began
-        again = sum(fleet.calls.prefilled_again.values())
-        return {
-            "tokens/s": (loop.tokens - tokens) / seconds,
-            "update latency s": statistics.fmean(latencies),
-            "pause s": statistics.fmean(pauses),
-            "prefilled again": again / regime.updates,
-            "interval": interval,
-            "steady": statistics.fmean(steady),
-        }
+        yield loop, calls
     finally:
         calls.cancel()
         await asyncio.gather(calls, return_exceptions=True)
-        sender.leave()
-        await fleet.stop()
 
 
-async def sleep_until(when: float, calls: asyncio.Task[None]) -> None:
-    done, _ = await asyncio.wait([calls], timeout=max(0.0, when - time.perf_counter()))
+async def sleep(seconds: float, calls: asyncio.Task[None]) -> None:
+    """Raises what ended the calls, if something did."""
+    done, _ = await asyncio.wait([calls], timeout=max(0.0, seconds))
     for task in done:
         task.result()
 
 
-async def update(mode: str, fleet: Fleet, sender: Sender, weights: dict[str, torch.nn.Parameter]) -> float:
+async def push(fleet: Fleet, sender: Sender, weights: dict[str, torch.nn.Parameter], drain: bool) -> float:
     """New weights for every engine; seconds between the first pause and the last resume."""
     version = fleet.version + 1
     with torch.no_grad():
         fresh = {name: w + 1e-3 * torch.randn_like(w) for name, w in weights.items()}
-    manifest, buckets = pack(fresh, 64 << 20)
+    manifest, buckets = pack(fresh, 4 << 20)
     begun = await sender.begin(fleet.weights, version, manifest)
     await sender.send(begun, buckets)
-    with held(fleet, mode == "drain"):
-        while mode == "drain" and any(m.calls for m in fleet.members):  # noqa: ASYNC110 (nobody tells)
+    with held(fleet, drain):
+        while drain and any(m.calls for m in fleet.members):  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.01)
         return (await fleet.weights.commit(begun["update_id"], checksums(buckets)))["pause_s"]
 
@@ -258,13 +409,9 @@ def held(fleet: Fleet, really: bool) -> Iterator[None]:
         fleet.release()
 
 
-def small_model(scratch: Path) -> Path:
-    """The examples' shape with random weights, and room for the longest reply."""
-    folder = blank(scratch / "model", RECIPE, seed=0)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return folder
-
-
 if __name__ == "__main__":
-    main(__doc__ or "", measure)
+    main(
+        __doc__ or "",
+        measure,
+        own={"calls": {"type": int, "help": "measure this many calls at once, and no other number"}},
+    )

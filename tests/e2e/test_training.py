@@ -97,6 +97,36 @@ def test_synchronous_training_is_eta_zero_and_two_ranks_share_the_work(
     assert s["logprob_gap_max"] <= 1e-3
 
 
+@pytest.mark.slow
+def test_an_adapter_alone_is_trained_and_sent(calculator, blank_model, tmp_path, nothing_left):
+    """Engines hold the blank model all along; A and B are replaced in them while replies go on."""
+    import torch
+    from safetensors.torch import load_file
+
+    result = areal_agent.train(
+        calculator.agent,
+        length,
+        dataset=calculator.dataset()[:64],
+        model=blank_model,
+        config=config(
+            fleet={"engines": 2},
+            sampling={"max_tokens": 200},
+            trainer={"steps": 4, "learning_rate": 3e-3, "lora": {"rank": 8}},
+            weights={"adapter": "adapter"},
+        ),
+        run_dir=tmp_path / "run",
+    )
+    s = result.summary
+    assert (s["steps"], s["final_version"], s["calls_incomplete"]) == (4, 4, 0)
+    assert s["multi_version_calls"] >= 1
+    assert s["logprob_gap_max"] < 1e-4
+    assert result.checkpoint is not None
+    trained = load_file(result.checkpoint / "adapter" / "adapter_model.safetensors")
+    moved = [name for name, b in trained.items() if "lora_B" in name and torch.count_nonzero(b)]
+    assert moved, "B is zero at first"
+    assert_loads_in_transformers(result.checkpoint, blank_model)
+
+
 def test_a_langgraph_graph_is_trained_unmodified_with_every_call_labelled_by_its_node(
     examples, blank_model, tmp_path, nothing_left
 ):

@@ -65,6 +65,41 @@ class Call:
             at = end
 
 
+# --- tokens computed a second time -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["engine counts", "engine does not"])
+async def test_what_is_kept_is_counted_as_the_engines_caches_held_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """Not as it came: events hold 8 tokens, so up to 7 of each reply are sampled and not yet here."""
+    async with fake_fleet(tmp_path, 2, step_s=0.003) as h:
+        held: list[int] = []
+
+        def watch(engine: Any) -> None:
+            load = engine.receiver.areal_load
+
+            def load_while_paused(arg: str) -> dict[str, Any]:
+                held.extend(len(r.prompt) + len(r.tokens) - 1 for r in engine.running if r.tokens)
+                return load(arg)
+
+            monkeypatch.setattr(engine.receiver, "areal_load", load_while_paused)
+            if not counts:
+                monkeypatch.setattr(engine.receiver, "areal_progress", lambda _: {"sampled": None})
+
+        for engine in h.engines:
+            watch(engine)
+        calls = [Call(h, 150 + 7 * i, f"s{i}") for i in range(6)]
+        for version in (1, 2, 3):
+            await h.until(lambda v=version: all(len(c.ids) > 30 * v + 3 for c in calls))
+            await update(h, version)
+        for call in calls:
+            await call.assert_exact([0, 1, 2, 3])
+        assert len(held) == 6 * 3
+        kept = h.fleet.calls.prefilled_again["kept"]
+        assert kept == sum(held) if counts else sum(held) - 7 * len(held) <= kept <= sum(held)
+
+
 # --- an engine dies ----------------------------------------------------------------------------------------
 
 
@@ -142,7 +177,11 @@ async def test_replies_outlive_updates_of_engines_without_spans(tmp_path: Path, 
         for call in calls:
             await call.assert_exact([0, 1, 2, 3])
             assert len(set(call.engines)) == 1, "a session stays with its engine"
-        assert h.fleet.calls.prefilled_again["resubmitted"] > 6 * (30 + 60 + 90)
+        sent = [len(body.get("token_ids") or body["prompt"]) for e in h.engines for body in e.requests]
+        again = [n for n in sent if n > 30]
+        assert len(again) == 6 * 3
+        # All that is sent again was computed before, but for its last token.
+        assert h.fleet.calls.prefilled_again["resubmitted"] == sum(again) - len(again)
         assert h.fleet.calls.prefilled_again["kept"] == 0
 
 

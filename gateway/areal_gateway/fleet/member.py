@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,14 +54,6 @@ WARM_UP = EngineSampling(max_tokens=4, temperature=1.0, extra={"ignore_eos": Tru
 would wait for it."""
 
 
-@dataclass(eq=False)
-class Running:
-    """A reply in progress: `prompt` tokens long before it, `tokens` [n] of it so far."""
-
-    prompt: int
-    tokens: list[int]
-
-
 class Member:
     """An engine, ours (with a process) or attached (without).
 
@@ -71,7 +63,7 @@ class Member:
         incarnation: counts starts; a group of an earlier one is void.
         index: its place among the engines that we start; decides its devices and its seed.
         drained: somebody wants it to take no new calls.
-        in_flight: the replies it works on. `assigned`: sessions routed to it so far.
+        calls: replies it works on. `assigned`: sessions routed to it so far.
         tainted: an update failed inside it, so its weights may be of two versions; only a whole new set of
             weights clears this. (An engine of ours is started anew instead.)
         reason: why it is not serving, for people.
@@ -91,7 +83,7 @@ class Member:
         self.tainted = False
         self.drained = False
         self.incarnation = 0
-        self.in_flight: set[Running] = set()
+        self.calls = 0
         self.assigned = 0
         self.restarts = 0
         self.starts = 0
@@ -104,10 +96,6 @@ class Member:
     @property
     def url(self) -> str:
         return self._http.url
-
-    @property
-    def calls(self) -> int:
-        return len(self.in_flight)
 
     @property
     def client(self) -> EngineDriver:

@@ -47,6 +47,12 @@ class EngineRefused(EngineError):
         self.status = status
 
 
+def computed(prompt: int, sampled: int) -> int:
+    """Tokens that a reply has in the engine's cache: the prompt and what was sampled, the last token apart,
+    which the next step reads. Before the first token nobody knows how much of the prompt it is: 0."""
+    return prompt + sampled - 1 if sampled else 0
+
+
 class EngineDriver(Protocol):
     """One engine. Methods raise EngineError; a `timeout_s` is the whole of what a method may take."""
 
@@ -54,6 +60,8 @@ class EngineDriver(Protocol):
     """`spans` or `resubmit`."""
     url: str
     model: str | None
+    kept: int
+    """Tokens whose cache the last suspension dropped and whose replies go on after it: `computed` of each."""
 
     def generate(
         self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float

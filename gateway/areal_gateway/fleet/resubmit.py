@@ -60,6 +60,7 @@ class ResubmitDriver(EngineHTTP):
     """See EngineDriver. `paths`: what the server serves."""
 
     kind = "resubmit"
+    kept = 0
 
     def __init__(self, url: str, model: str | None, paths: frozenset[str]) -> None:
         super().__init__(url, model)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from areal_agent.config import RunConfig
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.continuation import merge_spans, not_continuable, remaining, shifted
-from areal_gateway.fleet.member import Member, Running
-from areal_gateway.fleet.protocol import EngineLost
+from areal_gateway.fleet.member import Member
+from areal_gateway.fleet.protocol import EngineLost, computed
 from areal_gateway.fleet.routing import Router
 from areal_gateway.fleet.types import INTERRUPTED, Chunk, EngineSampling, FleetUnavailable, Span
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PREFILLED_AGAIN = ("kept", "resubmitted", "moved")
 """Why a prompt and what was sampled after it are computed a second time: its cache was dropped by an update
-that it lived through, it was aborted for an update, or its engine was lost."""
+that it lived through, it was aborted for an update, or its engine was lost. A bound from above: prompts that
+replies have in common are computed once for all of them."""
 
 CONTINUATIONS = 5
 """Engines one call may lose before it fails."""
@@ -67,8 +68,7 @@ class CallRunner:
             part = sampling if not done else remaining(sampling, done)
             finish: str | None = None
             timeout_s = max(0.0, min(self._call_s, deadline - time.monotonic()))
-            running = Running(len(prompt_ids), tokens)
-            member.in_flight.add(running)
+            member.calls += 1
             try:
                 async with aclosing(member.client.generate(prompt_ids + tokens, part, timeout_s)) as stream:
                     async for chunk in stream:
@@ -99,11 +99,11 @@ class CallRunner:
                     spans = merge_spans(spans, shifted(e.spans, done))
                 self._fleet.emit_moved(session_id, member, len(tokens))
             finally:
-                member.in_flight.discard(running)
+                member.calls -= 1
             if tokens and (why := not_continuable(sampling)):
                 raise EngineError(f"{member.id} ended a reply after {len(tokens)} tokens ({cause}); {why}")
             if tokens:
-                self.prefilled_again[cause] += len(prompt_ids) + len(tokens)
+                self.prefilled_again[cause] += computed(len(prompt_ids), len(tokens))
         yield Chunk([], [], "length", spans)
 
     async def _acquire(self, session_id: str) -> Member:
@@ -113,9 +113,5 @@ class CallRunner:
         return self._router.pick(session_id, self._fleet.routable())
 
     def count_kept(self, members: list[Member]) -> None:
-        """These go on under new weights: what they have of their replies is computed again."""
-        for member in members:
-            if member.client.kind == "spans":
-                self.prefilled_again["kept"] += sum(
-                    r.prompt + len(r.tokens) for r in member.in_flight if r.tokens
-                )
+        """These were suspended and go on under new weights."""
+        self.prefilled_again["kept"] += sum(member.client.kept for member in members)

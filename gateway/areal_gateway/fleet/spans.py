@@ -20,7 +20,7 @@ from typing import Any
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.event import GENERATE
 from areal_gateway.fleet.http import EngineHTTP
-from areal_gateway.fleet.protocol import EngineLost, EngineRefused
+from areal_gateway.fleet.protocol import EngineLost, EngineRefused, computed
 from areal_gateway.fleet.replies import generate_body, pieces
 from areal_gateway.fleet.types import Chunk, EngineSampling, Span
 
@@ -35,6 +35,7 @@ class _Flight:
     """A request in flight: tokens that came, and the token counts at which its version changed."""
 
     version: int | None
+    prompt: int
     n: int = 0
     sampled: int | None = None
     """Tokens the engine had sampled of it at the last suspension; None: it did not hold it then."""
@@ -64,6 +65,7 @@ class SpansDriver(EngineHTTP):
     def __init__(self, url: str, model: str | None) -> None:
         super().__init__(url, model)
         self._version: int | None = None
+        self.kept = 0
         self._flights: dict[str, _Flight] = {}
         self._counts = True
         """Whether the engine's counts of sampled tokens are there and were never found wrong."""
@@ -72,7 +74,7 @@ class SpansDriver(EngineHTTP):
         self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
         id = uuid.uuid4().hex
-        flight = self._flights[id] = _Flight(self._version)
+        flight = self._flights[id] = _Flight(self._version, len(prompt_ids))
         body = generate_body(self.model, prompt_ids, sampling, id)
         try:
             async with aclosing(pieces(self, GENERATE, body, timeout_s, sampling.top_logprobs)) as stream:
@@ -128,10 +130,11 @@ class SpansDriver(EngineHTTP):
             progress = {"sampled": None}
         if progress["sampled"] is None:
             self._distrust()
-            return
-        sampled = {m[0]: n for key, n in progress["sampled"].items() if (m := OUR_ID.search(key))}
+        sampled = {m[0]: n for key, n in (progress["sampled"] or {}).items() if (m := OUR_ID.search(key))}
         for id, flight in self._flights.items():
             flight.sampled = sampled.get(id)
+        flights = self._flights.values()
+        self.kept = sum(computed(f.prompt, (f.sampled or 0) if self._counts else f.n) for f in flights)
 
     async def resume(self, timeout_s: float) -> None:
         await self.call("POST", "/resume", timeout_s)
