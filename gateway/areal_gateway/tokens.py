@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from renderers.configs import DefaultRendererConfig, Qwen3RendererConfig, config
 
 from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError, GatewayError
+from areal_gateway.repeated_texts import RepeatedTexts
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ QWEN3_TOKENS = (
 )
 
 REPLY_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-
-SHORT_CHARS, SHORT_TEXTS = 32, 512
-"""Texts up to this long are tokenised once and remembered, so many of them: a template's own words."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -74,15 +71,13 @@ class FastTokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, *, name: str, eos: int | None, unk: int | None) -> None:
         self._backend = backend
-        self._short = lru_cache(SHORT_TEXTS)(self._encode)
+        self._known = RepeatedTexts(self._encode)
         self.name_or_path = name
         self.eos_token_id = eos
         self.unk_token_id = unk
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        if len(text) <= SHORT_CHARS:
-            return list(self._short(text, add_special_tokens))
-        return self._encode(text, add_special_tokens)
+        return self._known.encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and keeps no offsets.
