@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +322,7 @@ class Fleet:
 
     # calls
 
-    async def generate(
+    def generate(
         self,
         *,
         session_id: str,
@@ -339,10 +338,7 @@ class Fleet:
             FleetUnavailable: no engine served within gateway.hold_timeout_s.
             EngineError: the engine refused the request, or the reply cannot be completed exactly.
         """
-        calls = self.calls.run(session_id, prompt_ids, sampling, on_engine)
-        async with aclosing(calls):
-            async for chunk in calls:
-                yield chunk
+        return self.calls.run(session_id, prompt_ids, sampling, on_engine)
 
     async def probe(self, prompts: list[list[int]], sampling: EngineSampling) -> list[ProbeReply]:
         """Every prompt on every serving engine; see areal_gateway.fleet.probe."""
