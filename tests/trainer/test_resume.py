@@ -113,10 +113,10 @@ def test_a_lease_outlives_a_step_longer_than_itself_while_its_trainer_is_heard(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
     """Every step takes 3 leases' length; without the heartbeat the same run ends at its first ack."""
-    run = make_run(tmp_path, model, steps=2, lease_s=0.8)
+    run = make_run(tmp_path, model, steps=2, lease_s=1.2)
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(2.4)
+        time.sleep(3.6)
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(trainer, "prepare", slowly)

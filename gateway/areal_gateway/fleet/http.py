@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from http.client import responses
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,7 @@ import orjson
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.process import MODEL_NAME
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
+from areal_gateway.fleet.streams import Reply, Streams
 from areal_gateway.turns import Turns
 
 KEEPALIVE_S = 2.0
@@ -34,7 +35,7 @@ class EngineHTTP:
         self.url = url.rstrip("/")
         self.model = model
         self._session: aiohttp.ClientSession | None = None
-        self._replies: set[aiohttp.ClientResponse] = set()
+        self.streams = Streams(self.url, connect_s=CONNECT_S, keep_s=KEEPALIVE_S)
         self.turns = Turns()
 
     @property
@@ -50,34 +51,9 @@ class EngineHTTP:
     async def close(self) -> None:
         """Close every connection; calls in flight are cut and end as EngineLost."""
         session, self._session = self._session, None
-        for response in self._replies:
-            cut(response)
+        self.streams.close()
         if session is not None:
             await session.close()
-
-    # streams
-
-    @asynccontextmanager
-    async def stream(
-        self, path: str, body: dict[str, Any], timeout_s: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST; the response with its headers read, closed at the end. Sent once more where a pooled
-        connection turned out to be closed (no byte came)."""
-        asked: dict[str, Any] = {
-            "data": orjson.dumps(body),  # `json=` would make a string of it first, and bytes again
-            "headers": {"content-type": "application/json"},
-            "timeout": aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
-        }
-        try:
-            response = await self.session.post(self.url + path, **asked)
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-            response = await self.session.post(self.url + path, **asked)
-        async with response:
-            self._replies.add(response)
-            try:
-                yield response
-            finally:
-                self._replies.discard(response)
 
     # control
 
@@ -122,7 +98,8 @@ class EngineHTTP:
             ):
                 if response.status != 200:
                     raise EngineRefused(
-                        f"engine {self.url}{path} answered {response.status}: {await error_text(response)}",
+                        f"engine {self.url}{path} answered {response.status}: "
+                        f"{error_text(await response.text(errors='replace'), response.status)}",
                         response.status,
                     )
                 data = await response.read()
@@ -136,16 +113,10 @@ class EngineHTTP:
             raise EngineError(f"engine {self.url}{path} answered something that is not JSON: {e}") from e
 
 
-def cut(response: aiohttp.ClientResponse) -> None:
-    """End a stream from our side. Closing it alone would leave its reader waiting for a byte that never comes."""
-    response.content.set_exception(aiohttp.ClientConnectionError("cut by us"))
-    response.close()
-
-
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+async def events(reply: Reply) -> AsyncIterator[list[bytes]]:
     """The `data:` payloads of a server-sent event stream, those together that came together."""
     buffer = bytearray()
-    async for piece in response.content.iter_any():
+    async for piece in reply.chunks():
         buffer += piece
         if (end := buffer.rfind(b"\n\n")) < 0:
             continue
@@ -154,11 +125,11 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]
         yield [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-async def error_text(response: aiohttp.ClientResponse) -> str:
+def error_text(body: str, status: int) -> str:
     """What an answer that is an error says, in one line."""
-    text = (await response.text(errors="replace"))[:2000]
+    text = body[:2000]
     try:
         error = orjson.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return text.strip() or response.reason or "no reason given"
+        return text.strip() or responses.get(status, "no reason given")

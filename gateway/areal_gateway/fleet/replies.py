@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from areal_agent.errors import EngineError
@@ -48,13 +47,11 @@ async def pieces(
     read = decoder(path, top=bool(top))
     try:
         # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
-        async with http.stream(path, body, timeout_s) as response:
-            if response.status != 200:
-                raise _failure(
-                    f"engine {http.url} answered {response.status}: {await error_text(response)}",
-                    response.status,
-                )
-            async for batch in events(response):
+        async with http.streams.post(path, msgspec.json.encode(body), timeout_s) as reply:
+            if reply.status != 200:
+                said = error_text(await reply.text(), reply.status)
+                raise _failure(f"engine {http.url} answered {reply.status}: {said}", reply.status)
+            async for batch in events(reply):
                 if len(batch) > MANY:
                     await http.turns.turn()
                 piece, fault = _piece(http.url, read, batch, n, top)
@@ -69,8 +66,7 @@ async def pieces(
             f"engine {http.url} had not finished the reply after {timeout_s:.0f} s "
             f"({n} tokens came); raise fleet.call_timeout_s or lower max_tokens"
         ) from None
-    except (aiohttp.ClientError, OSError, RuntimeError) as e:
-        # RuntimeError: the session was closed under us, as quarantine does.
+    except OSError as e:
         raise EngineLost(f"engine {http.url} was lost after {n} tokens of a reply: {e!r}") from e
     if not done:
         raise EngineLost(f"engine {http.url} cut a reply after {n} tokens")
