@@ -128,7 +128,7 @@ def test_a_lease_outlives_a_step_longer_than_itself_while_its_trainer_is_heard(
         if heard:
             main.run_training(*work)
         else:
-            with pytest.raises(GatewayError, match=r"lease-1 ended before it was acked.*lease_s = 0.8 s"):
+            with pytest.raises(GatewayError, match=r"lease-1 ended before it was acked.*lease_s = 1.2 s"):
                 main.run_training(*work)
         assert gateway.acked == (["lease-1", "lease-2"] if heard else [])
         # A batch that was trained and not acked is in the weights: no state may go on from them.
