@@ -134,7 +134,7 @@ class LedgerWriter:
         try:
             self._transaction(rows for rows, _ in group)
         except Exception as e:  # not SQLite's only: a value it cannot hold must not end the gateway either
-            if getattr(e, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            if _busy(e):
                 return group
             if len(group) == 1:
                 _failed(group[0], e)
@@ -184,8 +184,9 @@ class LedgerWriter:
         try:
             self._transaction(rows for rows, _ in group)
         except Exception as e:
-            if len(group) == 1:
-                _failed(group[0], e)
+            if len(group) == 1 or _busy(e):  # each alone would wait as long again
+                for item in group:
+                    _failed(item, e)
                 return
             for item in group:
                 self._commit([item])
@@ -226,8 +227,15 @@ class LedgerWriter:
         for item in left:
             self._hand(item)
         self._queue.put(None)
-        self._thread.join(BUSY_S)
+        self._thread.join(2 * BUSY_S)
+        if self._thread.is_alive():  # SQLite may not be closed under it; the process ends with it soon
+            log.error("the ledger's last rows could not be written within %g s", 2 * BUSY_S)
+            return
         self.db.close()
+
+
+def _busy(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _failed(item: _Item, error: Exception) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from areal_gateway.fleet.streams import StreamLost, Streams
+from areal_gateway.fleet.streams import READ_AHEAD, StreamLost, Streams
 
 Say = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -193,3 +193,45 @@ async def test_closing_cuts_whoever_reads() -> None:
         with pytest.raises(StreamLost, match="cut by us"):
             await asyncio.wait_for(task, 5)
         await asyncio.wait_for(known.gone.wait(), 5)
+
+
+@pytest.mark.parametrize(
+    "pieces", [(b"first",), (b"x" * 1_000_000,) * 6], ids=["short", "more than is read ahead"]
+)
+async def test_what_nobody_read_is_never_part_of_the_next_reply(pieces: tuple[bytes, ...]) -> None:
+    async def say(writer: asyncio.StreamWriter) -> None:
+        await chunked(*(pieces if len(known.heard) == 1 else (b"second",)))(writer)
+
+    async with server(say) as (known, streams):
+        async with streams.post("/", b"", 20.0) as reply:
+            while not reply.complete:
+                await asyncio.sleep(0.02)
+                if reply._waiting_bytes > READ_AHEAD:  # the connection waits for its reader
+                    break
+        assert await read(streams) == (200, b"second")
+
+
+async def test_what_was_cut_is_not_asked_again() -> None:
+    async def say(writer: asyncio.StreamWriter) -> None:
+        if len(known.heard) == 1:
+            await chunked(b"one")(writer)
+
+    async with server(say) as (known, streams):
+        await read(streams)
+        task = asyncio.create_task(
+            read(streams, timeout_s=60.0)
+        )  # over the same connection, without an answer
+        await asyncio.sleep(0.1)
+        streams.close()
+        with pytest.raises(StreamLost, match="cut by us"):
+            await asyncio.wait_for(task, 5)
+        assert (known.connections, len(known.heard)) == (1, 2)
+        assert not streams._idle
+
+
+async def test_the_urls_credentials_are_sent() -> None:
+    async with server(chunked(b"one")) as (known, streams):
+        url = f"http://user:p%40ss@127.0.0.1:{streams._port}"
+        await read(Streams(url, connect_s=5.0, keep_s=1.0))
+        assert b"\r\nAuthorization: Basic dXNlcjpwQHNz\r\n" in known.heard[0]
+        assert b"\r\nHost: 127.0.0.1:" in known.heard[0]

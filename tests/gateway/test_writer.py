@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_gateway import writer
-from areal_gateway.ledger import Ledger
+from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.rows import delivery_row
 from areal_gateway.writer import LedgerWriter
 
@@ -109,3 +109,24 @@ async def test_what_was_noted_just_before_the_end_is_kept(path: Path) -> None:
     ledger.note(delivery_row("c0", 1.0))
     ledger.close()
     assert rows_of(path) == ["c0"]
+
+
+async def test_a_file_that_stays_held_fails_all_that_wait_at_once_and_ends_no_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "BUSY_S", 0.3)
+    ledger = Ledger(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = asyncio.get_running_loop().time()
+    waiting = [ledger.append(delivery_row(f"c{i}", 1.0)) for i in range(20)]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(r, LedgerError) for r in results)
+    assert asyncio.get_running_loop().time() - began < 20 * 0.3 / 2
+    for i in range(20):
+        ledger.note(delivery_row(f"c{i}", 1.0))
+    ledger.close()
+    other.execute("COMMIT")
+    other.close()
+    assert "locked" in caplog.text
+    assert rows_of(path) == []

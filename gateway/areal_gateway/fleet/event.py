@@ -30,8 +30,8 @@ Top = list[list[tuple[int, float]]]
 
 
 class _Likely(Struct, gc=False):
-    token_id: int
-    logprob: float
+    token_id: int | None = None
+    logprob: float | None = None
 
 
 class _Sampled(Struct, gc=False):
@@ -55,7 +55,10 @@ class _ContentTop(Struct, gc=False):
 
 class _Columns(Struct, gc=False):
     token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _ColumnsTop(_Columns, gc=False):
+    top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
 class _Choice(Struct, gc=False):
@@ -76,7 +79,11 @@ class _Completed(_Choice, gc=False):
     logprobs: _Columns | None = None
 
 
-Choice = _Generated | _GeneratedTop | _Completed
+class _CompletedTop(_Choice, gc=False):
+    logprobs: _ColumnsTop | None = None
+
+
+Choice = _Generated | _GeneratedTop | _Completed | _CompletedTop
 
 
 class _Event(Struct, gc=False):
@@ -101,13 +108,19 @@ class CompletedEvent(_Event, gc=False):
     choices: list[_Completed] | None = None
 
 
-Event = GeneratedEvent | GeneratedTopEvent | CompletedEvent
+class CompletedTopEvent(_Event, gc=False):
+    """Of COMPLETIONS, with the likeliest tokens."""
+
+    choices: list[_CompletedTop] | None = None
+
+
+Event = GeneratedEvent | GeneratedTopEvent | CompletedEvent | CompletedTopEvent
 
 _DECODERS: dict[tuple[str, bool], Callable[[bytes], Event]] = {
     (GENERATE, False): msgspec.json.Decoder(GeneratedEvent).decode,
     (GENERATE, True): msgspec.json.Decoder(GeneratedTopEvent).decode,
     (COMPLETIONS, False): msgspec.json.Decoder(CompletedEvent).decode,
-    (COMPLETIONS, True): msgspec.json.Decoder(CompletedEvent).decode,
+    (COMPLETIONS, True): msgspec.json.Decoder(CompletedTopEvent).decode,
 }
 
 
@@ -121,7 +134,7 @@ def logprobs_of(choice: Choice, ids: list[int]) -> list[float | None]:
 
     Completions names tokens by their text, so that there only the count can be checked.
     """
-    if isinstance(choice, _Completed):
+    if isinstance(choice, _Completed | _CompletedTop):
         values = (choice.logprobs and choice.logprobs.token_logprobs) or []
         return values if len(values) == len(ids) else [None] * len(ids)
     content = (choice.logprobs and choice.logprobs.content) or []
@@ -139,8 +152,8 @@ def possible(logprobs: list[float | None]) -> list[float | None]:
 
 def top_of(choice: Choice, ids: list[int], k: int) -> Top:
     """For each id the likeliest `k`, those of probability 0 left out; none where the engine told none."""
-    found: Top = []
-    if isinstance(choice, _Completed):
+    found: list[list[tuple[int | None, float | None]]] = []
+    if isinstance(choice, _CompletedTop):
         columns = (choice.logprobs and choice.logprobs.top_logprobs) or []
         found = [[(int(n.removeprefix(ID)), p) for n, p in (at or {}).items()] for at in columns]
     elif isinstance(choice, _GeneratedTop):
@@ -148,4 +161,5 @@ def top_of(choice: Choice, ids: list[int], k: int) -> Top:
         found = [[(e.token_id, e.logprob) for e in (at and at.top_logprobs) or ()] for at in entries]
     if len(found) != len(ids):
         return [[] for _ in ids]
-    return [sorted((e for e in at if e[1] > MASKED), key=lambda e: -e[1])[:k] for at in found]
+    known = [[(t, p) for t, p in at if t is not None and p is not None and p > MASKED] for at in found]
+    return [sorted(at, key=lambda e: -e[1])[:k] for at in known]

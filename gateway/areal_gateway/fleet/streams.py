@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httptools
 
@@ -100,10 +101,18 @@ class Reply(asyncio.Protocol):
     def reusable(self) -> bool:
         return self.complete and self._keep and self.lost is None and self._transport is not None
 
+    def drop(self) -> None:
+        """Forget what of the body was not read: the next reply over this connection is another's."""
+        self._body.clear()
+        if self._waiting_bytes > READ_AHEAD and self._transport is not None:
+            self._transport.resume_reading()
+        self._waiting_bytes = 0
+
     def send(self, request: bytes) -> None:
         """Begin an exchange."""
         if self._transport is None:
             raise self.lost or StreamLost("the connection is closed")
+        self.drop()
         self.status = 0
         self.complete = self.heard = self._headed = self._framed = self._keep = False
         self._parser = httptools.HttpResponseParser(self)
@@ -121,10 +130,7 @@ class Reply(asyncio.Protocol):
         while True:
             if self._body:
                 data = b"".join(self._body) if len(self._body) > 1 else self._body[0]
-                self._body.clear()
-                if self._waiting_bytes > READ_AHEAD and self._transport is not None:
-                    self._transport.resume_reading()
-                self._waiting_bytes = 0
+                self.drop()
                 yield data
             elif self.complete:
                 return
@@ -173,6 +179,14 @@ class Streams:
         self._connect_s, self._keep_s = connect_s, keep_s
         self._idle: list[tuple[float, Reply]] = []
         self._running: dict[Reply, asyncio.TimerHandle] = {}
+        self._closed = 0
+        """How often it was closed: what was asked before is not asked again."""
+        credentials = parts.netloc.rpartition("@")[0]
+        self._login = (
+            f"Authorization: Basic {b64encode(unquote(credentials).encode()).decode()}\r\n"
+            if credentials
+            else ""
+        )
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes, timeout_s: float) -> AsyncIterator[Reply]:
@@ -181,7 +195,7 @@ class Streams:
         loop = asyncio.get_running_loop()
         head = (
             f"POST {self._before}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"{self._login}Content-Length: {len(body)}\r\n\r\n"
         )
         reply = await self._begin(head.encode() + body, loop.time() + timeout_s)
         try:
@@ -190,13 +204,19 @@ class Streams:
             self._leave(reply)
 
     async def _begin(self, request: bytes, deadline: float) -> Reply:
+        closed = self._closed
         if (reply := self._pooled()) is not None:
             try:
                 return await self._ask(reply, request, deadline)
             except StreamLost:
-                if reply.heard:
+                if reply.heard or closed != self._closed:
                     raise
-        return await self._ask(await self._connect(deadline), request, deadline)
+        reply = await self._connect(deadline)
+        if closed != self._closed:
+            lost = StreamLost("cut by us")
+            reply.end(lost)
+            raise lost
+        return await self._ask(reply, request, deadline)
 
     async def _ask(self, reply: Reply, request: bytes, deadline: float) -> Reply:
         loop = asyncio.get_running_loop()
@@ -212,6 +232,7 @@ class Streams:
     def _leave(self, reply: Reply) -> None:
         self._running.pop(reply).cancel()
         if reply.reusable:
+            reply.drop()
             self._idle.append((asyncio.get_running_loop().time(), reply))
         else:
             reply.end(StreamLost("left"))
@@ -239,7 +260,8 @@ class Streams:
         return self._idle.pop()[1] if self._idle else None
 
     def close(self) -> None:
-        """Cut every stream that runs, and close what lies idle."""
+        """Cut every stream that runs, and close what lies idle. What is asked afterwards goes over new connections."""
+        self._closed += 1
         for reply in list(self._running):
             reply.end(StreamLost("cut by us"))
         for _, reply in self._idle:
