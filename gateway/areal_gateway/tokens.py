@@ -21,6 +21,7 @@ from renderers.configs import DefaultRendererConfig, Qwen3RendererConfig, config
 
 from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError, GatewayError
+from areal_gateway.byte_level import TokenBytes, byte_level
 from areal_gateway.repeated_texts import RepeatedTexts
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class FastTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, *, name: str, eos: int | None, unk: int | None) -> None:
         self._backend = backend
         self._known = RepeatedTexts(self._encode)
+        self._bytes = TokenBytes(backend) if byte_level(backend) else None
         self.name_or_path = name
         self.eos_token_id = eos
         self.unk_token_id = unk
@@ -85,8 +87,10 @@ class FastTokenizer:
         return encoding.ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if self._bytes is not None and not skip_special_tokens:
+            return self._bytes.text(ids)
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         if isinstance(tokens, str):

@@ -69,4 +69,5 @@ class Qwen3Tokens(Tokens):
         begin, end = self.syntax.ids["<think>"], self.syntax.ids["</think>"]
         if begin in output_ids or end in output_ids:
             return False
-        return begin not in turn or end in turn[turn.index(begin) :]
+        last = next((i for i in range(len(turn) - 1, -1, -1) if turn[i] == begin), None)
+        return last is None or end in turn[last:]  # any that began before has ended with it, at the latest

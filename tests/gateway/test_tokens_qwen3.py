@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_families import FAMILIES
 
@@ -38,6 +38,7 @@ def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @settings(max_examples=400, deadline=None)
+@example(began="<|im_start|>assistant\n<think>", said="", ended="")
 @given(began=words, said=words, ended=st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]))
 def test_a_reply_reads_the_same(tokens: Tokens, began: str, said: str, ended: str) -> None:
     prompt = tokens.render([USER], []) + tokens.tokenizer.encode(began)
