@@ -78,9 +78,8 @@ class Sampled:
         n = len(self.ids)
         if len(self.logprobs) != n:
             return f"{n} tokens but {len(self.logprobs)} logprobs"
-        if None in self.logprobs or not all(map(math.isfinite, self.logprobs)):  # type: ignore[arg-type]
-            i, p = next((i, p) for i, p in enumerate(self.logprobs) if p is None or not math.isfinite(p))
-            return f"token {i} of {n} has logprob {p}"
+        if (wrong := _first_without(self.logprobs)) is not None:
+            return f"token {wrong} of {n} has logprob {self.logprobs[wrong]}"
         at = 0
         for start, end, version in self.spans:
             if start != at or end <= start or version < 0:
@@ -89,6 +88,16 @@ class Sampled:
         if at != n:
             return f"version spans {list(self.spans)} cover {at} of {n} tokens"
         return None
+
+
+def _first_without(logprobs: list[float | None]) -> int | None:
+    """The first token that has no finite logprob."""
+    try:
+        if math.isfinite(sum(logprobs)):  # type: ignore[arg-type]
+            return None
+    except TypeError:  # a None among them
+        pass
+    return next((i for i, p in enumerate(logprobs) if p is None or not math.isfinite(p)), None)
 
 
 class Calls:

@@ -6,6 +6,7 @@ acked) is a further record, and the current picture is a fold over all of them.
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -218,6 +219,7 @@ def ints(values: Any) -> array[int]:
 
 def floats(values: Any) -> array[float]:
     """Logprobs -> float32 array; None becomes NaN, so that positions never shift."""
-    if None in values:
-        values = [float("nan") if v is None else v for v in values]
-    return array("f", values)
+    try:
+        return array("f", values)
+    except TypeError:  # a None among them
+        return array("f", [math.nan if v is None else v for v in values])

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_gateway.fleet.event import COMPLETIONS, GENERATE, decoder
 from areal_gateway.fleet.replies import _piece
@@ -71,3 +73,45 @@ def test_what_comes_at_once_is_one_piece_and_its_end_is_the_last_ones() -> None:
     found = piece(GENERATE, 0, generated([7], {"token_id": 7, "logprob": -0.5}), last)
     assert (found.token_ids, found.logprobs, found.finish_reason) == ([7, 9], [-0.5, -1.0], "stop")
     assert found.weight_versions == [{"version": "3", "start": 0, "end": 2}]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 5),
+                st.none() | st.floats(-10_000, 0.5) | st.sampled_from([-9999.0, 1e308]),
+                st.sampled_from(["own", "own", "own", "own", "other", "none"]),
+            ),
+            max_size=4,
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_of_any_events_each_token_keeps_its_place(
+    events: list[list[tuple[int, float | None, str]]], columns: bool
+) -> None:
+    """Whatever one of several events leaves out is left out of its own tokens only."""
+    choices: list[dict[str, Any]] = []
+    wanted: list[float | None] = []
+    for event in events:
+        ids = [t for t, _, _ in event]
+        said = [{"own": t, "other": t + 9, "none": None}[how] for t, _, how in event]
+        fits = [p if p is not None and p > -9999.0 else None for _, p, _ in event]
+        if columns:
+            choices.append(completed(ids, [p for _, p, _ in event]))
+            wanted += fits
+        else:
+            entries = [
+                None if s is None else {"token_id": s, "logprob": p}
+                for s, (_, p, _) in zip(said, event, strict=True)
+            ]
+            choices.append(generated(ids, *entries))
+            wanted += [p if how == "own" else None for p, (_, _, how) in zip(fits, event, strict=True)]
+    found = piece(COMPLETIONS if columns else GENERATE, 0, *choices)
+    if not choices:
+        assert found is None
+        return
+    assert found.token_ids == [t for event in events for t, _, _ in event]
+    assert found.logprobs == wanted

@@ -36,7 +36,9 @@ def test_text_is_the_library_s(backend: Tokenizer, data: st.DataObject) -> None:
 @given(raw=st.binary(max_size=8) | st.text(max_size=4).map(str.encode))
 def test_broken_characters_are_marked_alike(backend: Tokenizer, raw: bytes) -> None:
     """Half a character at the end of a reply, or in the middle of one, is as many marks as the library makes it."""
-    by_byte = {b: next(i for i in range(len(LETTERS)) if TokenBytes(backend)[i] == bytes([b])) for b in set(raw)}
+    by_byte = {
+        b: next(i for i in range(len(LETTERS)) if TokenBytes(backend)[i] == bytes([b])) for b in set(raw)
+    }
     ids = [by_byte[b] for b in raw]
     assert TokenBytes(backend).text(ids) == backend.decode(ids, skip_special_tokens=False)
 

@@ -129,24 +129,42 @@ def decoder(path: str, *, top: bool) -> Callable[[bytes], Event]:
     return _DECODERS[path, top]
 
 
-def logprobs_of(choice: Choice, ids: list[int]) -> list[float | None]:
-    """One per id, as the engine wrote it; see `possible`.
+def said_of(choice: Choice) -> list[Any]:
+    """What it says of each of its tokens' logprobs; of none where it does not say as much as it has tokens.
 
     Completions names tokens by their text, so that there only the count can be checked.
     """
-    if isinstance(choice, _Completed | _CompletedTop):
-        values = (choice.logprobs and choice.logprobs.token_logprobs) or []
-        return values if len(values) == len(ids) else [None] * len(ids)
-    content = (choice.logprobs and choice.logprobs.content) or []
-    if len(content) != len(ids):
-        return [None] * len(ids)
-    return [e.logprob if e and e.token_id == t else None for t, e in zip(ids, content, strict=True)]
+    said: list[Any] | None
+    if isinstance(choice, _Generated | _GeneratedTop):
+        said = choice.logprobs and choice.logprobs.content  # type: ignore[assignment]
+    else:
+        said = choice.logprobs and choice.logprobs.token_logprobs  # type: ignore[assignment]
+    n = len(choice.token_ids or ())
+    return said if said is not None and len(said) == n else [None] * n
 
 
-def possible(logprobs: list[float | None]) -> list[float | None]:
-    """None in place of what no sampled token can have."""
-    if None not in logprobs and (not logprobs or MASKED < min(logprobs) <= max(logprobs) < math.inf):  # type: ignore[type-var]
-        return logprobs
+def logprobs_of(said: list[Any], ids: list[int]) -> list[float | None]:
+    """One per id, from what was said of them; None in place of what no sampled token can have."""
+    try:  # what nearly every reply is: an entry for every token, and for that token
+        if [e.token_id for e in said] == ids:
+            return _possible([e.logprob for e in said])
+    except AttributeError:  # bare numbers, or None for an entry
+        pass
+    return _possible([_own(e, t) for e, t in zip(said, ids, strict=True)])
+
+
+def _own(said: _Sampled | _SampledTop | float | None, token_id: int) -> float | None:
+    if said is None or isinstance(said, float):
+        return said
+    return said.logprob if said.token_id == token_id else None
+
+
+def _possible(logprobs: list[float | None]) -> list[float | None]:
+    try:
+        if not logprobs or MASKED < min(logprobs) <= max(logprobs) < math.inf:  # type: ignore[type-var]
+            return logprobs
+    except TypeError:  # a None among them
+        pass
     return [p if p is not None and MASKED < p < math.inf else None for p in logprobs]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_agent.errors import EngineError
-from areal_gateway.fleet.event import Choice, Event, Top, decoder, logprobs_of, possible, top_of
+from areal_gateway.fleet.event import Choice, Event, Top, decoder, logprobs_of, said_of, top_of
 from areal_gateway.fleet.http import EngineHTTP, error_text, events
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused, EngineTimedOut
 from areal_gateway.fleet.types import EngineSampling
@@ -81,6 +81,7 @@ def _piece(
     costs what one event does.
     """
     piece: Piece | None = None
+    said: list[Any] = []
     fault: EngineError | None = None
     for data in batch:
         try:
@@ -95,14 +96,14 @@ def _piece(
         ids = choice.token_ids or []
         n += len(ids)
         piece.token_ids += ids
-        piece.logprobs += logprobs_of(choice, ids)
+        said += said_of(choice)
         if piece.top is not None:
             piece.top += top_of(choice, ids, top)
         if choice.finish_reason is not None:
             piece.finish_reason = choice.finish_reason
             piece.weight_versions = choice.weight_versions or []
     if piece is not None:
-        piece.logprobs = possible(piece.logprobs)
+        piece.logprobs = logprobs_of(said, piece.token_ids)
     return piece, fault
 
 
