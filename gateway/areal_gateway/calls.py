@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class Fleet(Protocol):
     @property
     def version(self) -> int: ...
     def generate(
-        self, *, session_id: str, prompt_ids: list[int], sampling: EngineSampling
+        self, *, session_id: str, prompt_ids: Sequence[int], sampling: EngineSampling
     ) -> AsyncIterator[Chunk]: ...
 
 
@@ -279,7 +279,7 @@ class Calls:
                 tools=request.tools,
                 reply=reply,
                 shared=prepared.shared,
-                suffix_ids=ints(prepared.prompt_ids[prepared.shared :]),
+                suffix_ids=prepared.prompt_ids[prepared.shared :],
                 output_ids=ints(sampled.ids),
                 logprobs=floats(sampled.logprobs),
                 spans=sampled.spans,

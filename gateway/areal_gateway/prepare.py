@@ -7,6 +7,7 @@ Invariant: preparing changes nothing. The sampling is the session's, unless the 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ class Prepared:
     """
 
     attachment: Attachment
-    prompt_ids: list[int]
+    prompt_ids: array[int]
     shared: int
     sampling: EngineSampling
     context_only: str | None = None
@@ -55,7 +56,7 @@ def _structured_outputs(tokens: Tokens, request: CallRequest) -> dict[str, Any] 
     return request.constraint.structured_outputs(request.tools if request.parse_tools else [], tokens.syntax)
 
 
-Placed = tuple[Attachment, list[int], int]
+Placed = tuple[Attachment, "array[int]", int]
 """(attachment, prompt ids, how many of them are the parent's)"""
 
 
@@ -71,16 +72,18 @@ def bridged(tokens: Tokens, attachment: Attachment, request: CallRequest) -> Pla
     """The parent's ids and what is new, tokenised; None where there is no parent or no exact way to go on."""
     if (parent := attachment.parent) is None:
         return None
-    before, sampled = parent.prompt_ids(), list(parent.record.output_ids)
-    ids = tokens.bridge(conversation(parent), before, sampled, attachment.new_messages, request.tools)
-    return None if ids is None else (attachment, ids, len(before) + len(sampled))
+    before, sampled = parent.prompt_ids(), parent.record.output_ids
+    new = tokens.bridge(
+        conversation(parent), before, sampled.tolist(), attachment.new_messages, request.tools
+    )
+    return None if new is None else (attachment, before + sampled + ints(new), len(before) + len(sampled))
 
 
 def rendered(tokens: Tokens, attachment: Attachment, request: CallRequest) -> Placed:
     """All of it, as a root."""
     if attachment.parent is not None:
         attachment = attachment.detached(Cause.BRIDGE_REFUSED)
-    return attachment, tokens.render(request.messages, request.tools), 0
+    return attachment, ints(tokens.render(request.messages, request.tools)), 0
 
 
 def prepare(tokens: Tokens, session: Session, request: CallRequest, prompt: Prompt | None = None) -> Prepared:
@@ -119,11 +122,11 @@ def prepare_all(tokens: Tokens, session: Session, request: CallRequest) -> list[
     return [prepare(tokens, session, request, prompt) for prompt in request.prompts or (None,)]
 
 
-def seed_of(pinned: Sampling, prompt_ids: list[int], sibling: int) -> int | None:
+def seed_of(pinned: Sampling, prompt_ids: array[int], sibling: int) -> int | None:
     """A call's seed: repeatable from the session's seed, the prompt, and how often it was asked before."""
     if pinned.seed is None:
         return None
     h = hashlib.blake2b(digest_size=4)
     h.update(f"{pinned.seed}|{sibling}|".encode())
-    h.update(ints(prompt_ids).tobytes())
+    h.update(prompt_ids.tobytes())
     return int.from_bytes(h.digest(), "little") & 0x7FFF_FFFF

@@ -8,27 +8,29 @@ In the tree and the ledger a raw prompt is a message of the role `prompt` that h
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from areal_gateway import canonical
 from areal_gateway.exchange import Prompt
+from areal_gateway.records import ints
 from areal_gateway.tokens import Tokens
 from areal_gateway.tree import Attachment, CallTree, Cause, Node, conversation
 
 ROLE = "prompt"
 
 
-def place_raw(tokens: Tokens, tree: CallTree, prompt: Prompt) -> tuple[Attachment, list[int], int]:
+def place_raw(tokens: Tokens, tree: CallTree, prompt: Prompt) -> tuple[Attachment, array[int], int]:
     """(attachment, prompt ids, how many of them are the parent's)."""
     parent, at, shown = _deepest(tokens, tree, prompt)
     rest = prompt[at:]
     fresh = tokens.tokenizer.encode(rest, add_special_tokens=False) if isinstance(rest, str) else list(rest)
-    before = parent.ids() if parent else []
+    before = parent.ids() if parent else array("i")
     message = {"role": ROLE, "content": rest if isinstance(rest, str) else tokens.text(fresh)}
     messages = [*(conversation(parent) if parent else ()), message]
     cause = None if parent else Cause.BRIDGE_REFUSED if shown else Cause.ROOT
     attachment = Attachment(parent, cause, canonical.chain(messages), canonical.tools_key([]), messages)
-    return attachment, before + fresh, len(before)
+    return attachment, before + ints(fresh), len(before)
 
 
 def _deepest(tokens: Tokens, tree: CallTree, prompt: Prompt) -> tuple[Node | None, int, bool]:

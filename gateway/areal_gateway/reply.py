@@ -45,7 +45,7 @@ class ReplyFormat:
 
 
 def read_reply(
-    tokens: Tokens, fmt: ReplyFormat, prompt_ids: list[int], output_ids: list[int], call_id: str
+    tokens: Tokens, fmt: ReplyFormat, prompt_ids: Sequence[int], output_ids: list[int], call_id: str
 ) -> Message:
     """The assistant message of a whole reply, in the shape of a chat completion's `message`."""
     if fmt.plain:
@@ -89,7 +89,7 @@ class ReplyStream:
     fifth of the event loop on them.
     """
 
-    def __init__(self, tokens: Tokens, fmt: ReplyFormat, prompt_ids: list[int], pace: Pace) -> None:
+    def __init__(self, tokens: Tokens, fmt: ReplyFormat, prompt_ids: Sequence[int], pace: Pace) -> None:
         self._tokens = tokens
         self._format = fmt
         self._prompt_ids = prompt_ids

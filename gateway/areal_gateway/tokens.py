@@ -1,7 +1,7 @@
 """Messages to token ids and back, for one model.
 
-Invariant: what was sampled is continued as those ids. `bridge` returns ids that begin with the stored
-prompt and output, verified here, or None; it never re-tokenises a reply. Rendering and parsing are the
+Invariant: what was sampled is continued as those ids. `bridge` returns what follows the stored prompt and
+output, where the renderer leaves those as they are, verified here, or None; it never re-tokenises a reply. Rendering and parsing are the
 `renderers` package's; a model it does not know is rendered by its own chat template.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,19 +186,20 @@ class Tokens:
     def bridge(
         self,
         conversation: list[dict[str, Any]],
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         output_ids: list[int],
         new_messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
     ) -> list[int] | None:
-        """The next prompt's ids, beginning with `prompt_ids + output_ids` exactly, or None.
+        """The ids that follow `prompt_ids + output_ids` in the next prompt, one at least, or None.
 
         `conversation` is the stored call's, its reply last; `new_messages` are those beyond it.
         """
-        stored = prompt_ids + output_ids
+        before = list(prompt_ids)
+        stored = before + output_ids
         try:
             rendered = self.renderer.bridge_to_next_turn(
-                prompt_ids, output_ids, new_messages, tools=tools or None
+                before, output_ids, new_messages, tools=tools or None
             )
             ids = None if rendered is None else list(rendered.token_ids)
         except Exception as e:  # a renderer that cannot read these messages cannot bridge them either
@@ -206,14 +207,14 @@ class Tokens:
             return None
         if ids is None or len(ids) <= len(stored) or ids[: len(stored)] != stored:
             return None
-        return ids
+        return ids[len(stored) :]
 
     def parse(
-        self, output_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]]
+        self, output_ids: list[int], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
     ) -> ParsedResponse:
         """A reply as content, reasoning and tool calls. What no parser can read is content."""
         try:
-            return self.renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
+            return self.renderer.parse_response(output_ids, tools=tools or None, prompt_ids=list(prompt_ids))
         except Exception as e:  # a policy may sample anything, such as an integer of 5000 digits
             log.warning(
                 "a reply of %d tokens cannot be parsed, it is passed on as text: %s", len(output_ids), e
@@ -282,7 +283,7 @@ class TemplateTokens(Tokens):
     def bridge(
         self,
         conversation: list[dict[str, Any]],
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         output_ids: list[int],
         new_messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
@@ -298,7 +299,7 @@ class TemplateTokens(Tokens):
         if not extension:
             return None
         close = [] if output_ids[-1:] == eos else eos
-        return prompt_ids + output_ids + close + extension
+        return close + extension
 
 
 def _from_template(hf: Any, config: GatewayConfig, context: int, folder: Path) -> TemplateTokens:

@@ -9,6 +9,7 @@ turn begins, how the reply ends, what its tool calls say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ class Qwen3Tokens(Tokens):
     def bridge(
         self,
         conversation: list[dict[str, Any]],
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         output_ids: list[int],
         new_messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
@@ -33,12 +34,10 @@ class Qwen3Tokens(Tokens):
         one_turn = not any(t in output_ids[:-1] for t in self.stop_token_ids)
         if not (output_ids and one_turn and self._without_reasoning(turn, output_ids)):
             return super().bridge(conversation, prompt_ids, output_ids, new_messages, tools)
-        end = output_ids[-1:]
-        ids = super().bridge(conversation, turn, end, new_messages, tools)
-        return None if ids is None else prompt_ids + output_ids + ids[len(turn) + 1 :]
+        return super().bridge(conversation, turn, output_ids[-1:], new_messages, tools)
 
     def parse(
-        self, output_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]]
+        self, output_ids: list[int], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
     ) -> ParsedResponse:
         """See Tokens.parse."""
         if not self._without_reasoning(self._turn(prompt_ids), output_ids):
@@ -57,12 +56,12 @@ class Qwen3Tokens(Tokens):
         parsed.content = self.text(body[:at]).strip()
         return parsed
 
-    def _turn(self, prompt_ids: list[int]) -> list[int]:
+    def _turn(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt from the end of its last whole turn on; all of it where no turn ended."""
         for i in range(len(prompt_ids) - 1, -1, -1):
             if prompt_ids[i] in self.stop_token_ids:
-                return prompt_ids[i:]
-        return prompt_ids
+                return list(prompt_ids[i:])
+        return list(prompt_ids)
 
     def _without_reasoning(self, turn: list[int], output_ids: list[int]) -> bool:
         """Whether neither the prompt's last turn leaves a reasoning region open nor the reply has a mark of one."""

@@ -44,16 +44,16 @@ class Node:
     length: int
     """Messages of the conversation, the reply included."""
 
-    def prompt_ids(self) -> list[int]:
-        return [*(self.parent.ids() if self.parent else ()), *self.record.suffix_ids]
+    def prompt_ids(self) -> array[int]:
+        return (self.parent.ids() if self.parent else array("i")) + self.record.suffix_ids
 
-    def ids(self) -> list[int]:
+    def ids(self) -> array[int]:
         """Prompt and sampled ids: what a child's prompt must begin with."""
         out = array("i")
         for node in reversed(list(self.ancestry())):
             out += node.record.suffix_ids
             out += node.record.output_ids
-        return out.tolist()
+        return out
 
     def ancestry(self) -> Iterator[Node]:
         """This node, its parent, ... up to the root."""

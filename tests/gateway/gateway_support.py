@@ -11,7 +11,7 @@ import json
 import sqlite3
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -130,9 +130,10 @@ class ScriptedFleet:
         return Reply(f"answer {zlib.crc32(str(prompt_ids).encode()) % 1000}")
 
     async def generate(
-        self, *, session_id: str, prompt_ids: list[int], sampling: EngineSampling, on_engine: Any = None
+        self, *, session_id: str, prompt_ids: Sequence[int], sampling: EngineSampling, on_engine: Any = None
     ) -> AsyncIterator[Chunk]:
-        asked = Asked(session_id, list(prompt_ids), sampling)
+        prompt_ids = list(prompt_ids)
+        asked = Asked(session_id, prompt_ids, sampling)
         self.asked.append(asked)
         reply = self._reply(prompt_ids)
         end = self.tokens.stop_token_ids[:1] if reply.finish == "stop" else []

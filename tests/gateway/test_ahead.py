@@ -36,7 +36,7 @@ async def test_the_loop_turns_while_a_long_prompt_is_tokenised(
 
     monkeypatch.setattr(ahead, "prepare_all", slow)
     found = await asyncio.wait_for(served.gateway.calls.prepare(session, request), 30)
-    assert found.prepared[0].prompt_ids == served.gateway.tokens.render(request.messages, [])
+    assert found.prepared[0].prompt_ids.tolist() == served.gateway.tokens.render(request.messages, [])
 
 
 async def test_a_call_that_ended_meanwhile_is_continued(

@@ -54,7 +54,7 @@ async def test_a_recorded_conversation_is_spliced_exactly(
         assert node is not None
         asked = served.fleet.asked[-1]
         if node.parent is not None:
-            stored = node.parent.ids()
+            stored = node.parent.ids().tolist()
             assert asked.prompt_ids[: len(stored)] == stored
         whole = chatml(conversation(node)[:-1], record.tools)
         assert served.gateway.tokens.text(asked.prompt_ids) == whole

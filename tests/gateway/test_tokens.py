@@ -64,10 +64,9 @@ class TestTemplate:
         prompt = template.render([USER], [])
         odd = [i for c in "five" for i in template.tokenizer.encode(c, add_special_tokens=False)]
         output = odd + (template.stop_token_ids[:1] if ended else [])
-        ids = template.bridge([USER, REPLY], prompt, output, [NEXT], [])
-        assert ids is not None
-        assert ids[: len(prompt) + len(output)] == prompt + output
-        assert template.text(ids) == template.text(template.render([USER, REPLY, NEXT], []))
+        new = template.bridge([USER, REPLY], prompt, output, [NEXT], [])
+        assert new is not None
+        assert template.text(prompt + output + new) == template.text(template.render([USER, REPLY, NEXT], []))
 
     def test_it_refuses_where_the_template_rewrites_history(self, tmp_path: Path) -> None:
         folder = build_model_folder(tmp_path / "m", chat_template=FORGETFUL, model_type="llama")

@@ -154,7 +154,7 @@ def logprobs_of(said: list[Any], ids: list[int]) -> list[float | None]:
 
 
 def _own(said: _Sampled | _SampledTop | float | None, token_id: int) -> float | None:
-    if said is None or isinstance(said, float):
+    if said is None or isinstance(said, float | int):
         return said
     return said.logprob if said.token_id == token_id else None
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +326,7 @@ class Fleet:
         self,
         *,
         session_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         sampling: EngineSampling,
         on_engine: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[Chunk]:

@@ -10,7 +10,7 @@ INTERRUPTED, and the fleet sends prompt and partial reply again once the new ver
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from areal_agent.errors import EngineError
@@ -64,7 +64,7 @@ class EngineDriver(Protocol):
     """Tokens whose cache the last suspension dropped and whose replies go on after it: `computed` of each."""
 
     def generate(
-        self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float
+        self, prompt_ids: Sequence[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
         """Stream one reply. Closing the iterator closes the request, and the engine drops the work.
 

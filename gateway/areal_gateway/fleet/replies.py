@@ -6,11 +6,13 @@ that stops without a finish reason is an EngineLost, never a reply.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import orjson
 
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.event import Choice, Event, Top, decoder, logprobs_of, said_of, top_of
@@ -47,7 +49,9 @@ async def pieces(
     read = decoder(path, top=bool(top))
     try:
         # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
-        async with http.streams.post(path, msgspec.json.encode(body), timeout_s) as reply:
+        async with http.streams.post(
+            path, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), timeout_s
+        ) as reply:
             if reply.status != 200:
                 said = error_text(await reply.text(), reply.status)
                 raise _failure(f"engine {http.url} answered {reply.status}: {said}", reply.status)
@@ -157,22 +161,27 @@ def sampling_params(s: EngineSampling) -> dict[str, Any]:
 
 
 def generate_body(
-    model: str | None, prompt_ids: list[int], s: EngineSampling, request_id: str
+    model: str | None, prompt_ids: Sequence[int], s: EngineSampling, request_id: str
 ) -> dict[str, Any]:
     """A request to GENERATE."""
     params = sampling_params(s) | {"detokenize": bool(s.stop)}
     return {
         "model": model,
         "request_id": request_id,
-        "token_ids": prompt_ids,
+        "token_ids": _numbers(prompt_ids),
         "sampling_params": params,
         "stream": True,
     }
 
 
-def completions_body(model: str | None, prompt_ids: list[int], s: EngineSampling) -> dict[str, Any]:
+def completions_body(model: str | None, prompt_ids: Sequence[int], s: EngineSampling) -> dict[str, Any]:
     """A request to COMPLETIONS, which gives token ids on request."""
-    asked = {"model": model, "prompt": prompt_ids, "stream": True, "return_token_ids": True}
+    asked = {"model": model, "prompt": _numbers(prompt_ids), "stream": True, "return_token_ids": True}
     if s.top_logprobs:
         asked["return_tokens_as_token_ids"] = True
     return sampling_params(s) | asked
+
+
+def _numbers(ids: Sequence[int]) -> np.ndarray:
+    """[n] int32, which is written as JSON without an object for each id."""
+    return np.asarray(ids, dtype=np.int32)

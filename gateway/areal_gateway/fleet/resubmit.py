@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from areal_agent.errors import EngineError
@@ -73,7 +73,7 @@ class ResubmitDriver(EngineHTTP):
         self._landed = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float
+        self, prompt_ids: Sequence[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
         began = time.monotonic()
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ class CallRunner:
     async def run(
         self,
         session_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         sampling: EngineSampling,
         on_engine: Callable[[str], None] | None,
     ) -> AsyncGenerator[Chunk]:
@@ -66,11 +66,12 @@ class CallRunner:
             if on_engine is not None:
                 on_engine(member.id)
             part = sampling if not done else remaining(sampling, done)
+            asked = prompt_ids if not done else [*prompt_ids, *tokens]
             finish: str | None = None
             timeout_s = max(0.0, min(self._call_s, deadline - time.monotonic()))
             member.calls += 1
             try:
-                async with aclosing(member.client.generate(prompt_ids + tokens, part, timeout_s)) as stream:
+                async with aclosing(member.client.generate(asked, part, timeout_s)) as stream:
                     async for chunk in stream:
                         tokens += chunk.token_ids
                         finish = chunk.finish_reason

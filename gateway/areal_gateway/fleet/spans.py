@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +71,7 @@ class SpansDriver(EngineHTTP):
         """Whether the engine's counts of sampled tokens are there and were never found wrong."""
 
     async def generate(
-        self, prompt_ids: list[int], sampling: EngineSampling, timeout_s: float
+        self, prompt_ids: Sequence[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
         id = uuid.uuid4().hex
         flight = self._flights[id] = _Flight(self._version, len(prompt_ids))
