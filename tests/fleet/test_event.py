@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_gateway.fleet.event import COMPLETIONS, GENERATE, decoder
+from areal_gateway.fleet.event import COMPLETIONS, GENERATE, reader
 from areal_gateway.fleet.replies import _piece
 
 
 def piece(path: str, top: int, *choices: dict[str, Any]) -> Any:
     batch = [*(orjson.dumps({"choices": [c]}) for c in choices), b"[DONE]"]
-    found, fault = _piece("http://engine", decoder(path, top=bool(top)), batch, 0, top)
+    found, fault = _piece("http://engine", reader(path, top=bool(top)), batch, 0, top)
     if fault is not None:
         raise fault
     return found
@@ -115,3 +115,16 @@ def test_of_any_events_each_token_keeps_its_place(
         return
     assert found.token_ids == [t for event in events for t, _, _ in event]
     assert found.logprobs == wanted
+
+
+@pytest.mark.parametrize(
+    "broken", [[b"{"], [b'{"choices": [', b"]}"], [b'{"choices": []}, {"choices": []}'], [b""]]
+)
+def test_what_cannot_be_read_is_an_error_after_what_can(broken: list[bytes]) -> None:
+    """Also where several broken events would make a whole one, or one of them several."""
+    said = orjson.dumps({"choices": [generated([7], {"token_id": 7, "logprob": -0.5})]})
+    found, fault = _piece("http://engine", reader(GENERATE, top=False), [said, *broken, said], 0, 0)
+    assert found is not None
+    assert found.token_ids == [7]
+    assert "cannot be read" in str(fault)
+    assert repr(broken[0]) in str(fault)

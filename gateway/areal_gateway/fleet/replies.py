@@ -6,22 +6,33 @@ that stops without a finish reason is an EngineLost, never a reply.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import orjson
 
 from areal_agent.errors import EngineError
-from areal_gateway.fleet.event import Choice, Event, Top, decoder, logprobs_of, said_of, top_of
+from areal_gateway.fleet.event import (
+    Choice,
+    Event,
+    Reader,
+    Top,
+    logprobs_of,
+    read_events,
+    reader,
+    said_of,
+    top_of,
+)
 from areal_gateway.fleet.http import EngineHTTP, error_text, events
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused, EngineTimedOut
 from areal_gateway.fleet.types import EngineSampling
 
 MANY = 8
 """Events that came at once are read in a turn of the event loop when they are more."""
+
+DONE = b"[DONE]"
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -46,7 +57,7 @@ async def pieces(
 ) -> AsyncGenerator[Piece]:
     """Stream the reply to `body`, with the `top` likeliest tokens. Raises as EngineDriver.generate does."""
     n, done = 0, False
-    read = decoder(path, top=bool(top))
+    read = reader(path, top=bool(top))
     try:
         # Not asyncio.timeout: it would cancel the consumer while this generator is suspended.
         async with http.streams.post(
@@ -77,7 +88,7 @@ async def pieces(
 
 
 def _piece(
-    url: str, read: Callable[[bytes], Event], batch: list[bytes], n: int, top: int
+    url: str, read: Reader, batch: list[bytes], n: int, top: int
 ) -> tuple[Piece | None, EngineError | None]:
     """What some events say after `n` tokens, and the error that one of them is: what came before it counts.
 
@@ -86,10 +97,14 @@ def _piece(
     """
     piece: Piece | None = None
     said: list[Any] = []
+    read_so_far, unreadable = read_events(read, [data for data in batch if data != DONE])
     fault: EngineError | None = None
-    for data in batch:
+    if unreadable is not None:
+        data, why = unreadable
+        fault = EngineError(f"engine {url} sent an event that cannot be read ({why}): {data[:200]!r}")
+    for event in read_so_far:
         try:
-            choice = _choice(url, read, data, n)
+            choice = _choice(url, event, n)
         except EngineError as e:
             fault = e
             break
@@ -111,13 +126,7 @@ def _piece(
     return piece, fault
 
 
-def _choice(url: str, read: Callable[[bytes], Event], data: bytes, n: int) -> Choice | None:
-    if data == b"[DONE]":
-        return None
-    try:
-        event = read(data)
-    except msgspec.DecodeError as e:
-        raise EngineError(f"engine {url} sent an event that cannot be read ({e}): {data[:200]!r}") from e
+def _choice(url: str, event: Event, n: int) -> Choice | None:
     if error := event.error:
         told = error if isinstance(error, dict) else {"message": error}
         code = told.get("code")
