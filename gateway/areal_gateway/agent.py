@@ -6,7 +6,6 @@ as delivered only after its last byte was handed to the connection.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import GatewayError
-from areal_gateway import auth
+from areal_gateway import auth, canonical
 from areal_gateway.ahead import Ahead
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
@@ -137,9 +136,7 @@ def count(counter: Counter) -> Handler:
 
 
 def digest_of(dialect: str, body: Any) -> bytes:
-    return hashlib.blake2b(
-        dialect.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
-    ).digest()
+    return canonical.digest(dialect.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
 
 
 def begin(

@@ -362,7 +362,9 @@ class Calls:
 
     def _commit(self, session: Session, record: CallRecord, attachment: Attachment) -> asyncio.Future[None]:
         """Into the ledger's queue, the session's history and its tree, all in this order and at once."""
-        written = self._ledger.append(*call_rows(record))
+        parent = attachment.parent
+        tools_written = parent is not None and parent.tools_key == attachment.tools_key
+        written = self._ledger.append(*call_rows(record, tools_written=tools_written))
         session.add(record)
         session.tree.add(record, attachment)
         if record.cause is not None:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
@@ -177,9 +177,8 @@ class Exchange:
         self.error = error
         self.finished = True
         self.records.sort(key=lambda r: r.index)
-        self.request = replace(
-            self.request, messages=[], tools=[], prompts=(), notes={}
-        )  # a retry brings them again
+        r = self.request
+        self.request = CallRequest(r.dialect, r.model, [], n=r.n)  # a retry brings the rest again
         self._wake()
         self.forget()
 

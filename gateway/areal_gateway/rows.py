@@ -52,13 +52,17 @@ def session_row(s: SessionRecord) -> Row:
     )
 
 
-def call_rows(c: CallRecord) -> list[Row]:
-    """The call, and its list of tools where no earlier call had the same."""
+def call_rows(c: CallRecord, *, tools_written: bool = False) -> list[Row]:
+    """The call, and its list of tools where no earlier call had the same.
+
+    `tools_written`: its parent has the same, so that it is there if the parent is, without which the call
+    could not be written either.
+    """
     key = tools_key(c.tools)
-    return [
-        ("INSERT OR IGNORE INTO tool_lists VALUES (?,?)", (key, _json(c.tools))),
-        _call_row(c, key),
-    ]
+    row = _call_row(c, key)
+    if tools_written:
+        return [row]
+    return [("INSERT OR IGNORE INTO tool_lists VALUES (?,?)", (key, _json(c.tools))), row]
 
 
 def _call_row(c: CallRecord, key: bytes) -> Row:

@@ -115,14 +115,11 @@ class EngineHTTP:
 
 async def events(reply: Reply) -> AsyncIterator[list[bytes]]:
     """The `data:` payloads of a server-sent event stream, those together that came together."""
-    buffer = bytearray()
+    rest = b""
     async for piece in reply.chunks():
-        buffer += piece
-        if (end := buffer.rfind(b"\n\n")) < 0:
-            continue
-        lines = bytes(buffer[:end]).split(b"\n\n")
-        del buffer[: end + 2]
-        yield [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        *whole, rest = (rest + piece if rest else piece).split(b"\n\n")
+        if whole:
+            yield [event[5:].strip() for event in whole if event.startswith(b"data:")]
 
 
 def error_text(body: str, status: int) -> str:
