@@ -4,7 +4,7 @@ Invariant: the same results as `Tokens` gives, id for id and word for word.
 
 The renderer scans prompt and reply in Python, several times over, for the marks of a reasoning region. Where
 there is none, what it says depends on the ends alone, and those are what it is given: how the prompt's last
-turn begins, how the reply ends, what its tool calls say.
+turn begins, how the reply ends, what its tool calls say. What it puts around tool results is asked of it once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from renderers import ParsedResponse
 
 from areal_gateway.tokens import Tokens
 
+MOST_RESULTS = 8
+"""Tool results that are put into a frame that is kept; a turn with more is left to the renderer."""
+
 
 class Qwen3Tokens(Tokens):
     """Made by Tokens.load; needs `syntax.ids`."""
+
+    def __init__(self, *args: Any, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self._frames: dict[tuple[int, int], list[list[int]]] = {}
+        """What stands around tool results, by the token that ended the reply before and how many there are."""
 
     def bridge(
         self,
@@ -34,7 +42,31 @@ class Qwen3Tokens(Tokens):
         one_turn = not any(t in output_ids[:-1] for t in self.stop_token_ids)
         if not (output_ids and one_turn and self._without_reasoning(turn, output_ids)):
             return super().bridge(conversation, prompt_ids, output_ids, new_messages, tools)
-        return super().bridge(conversation, turn, output_ids[-1:], new_messages, tools)
+        texts = _tool_results(new_messages)
+        if not texts or output_ids[-1] not in self.stop_token_ids:
+            return super().bridge(conversation, turn, output_ids[-1:], new_messages, tools)
+        frame = self._frames.get((output_ids[-1], len(texts)))
+        if frame is None:
+            blank = [{"role": "tool", "content": ""} for _ in texts]
+            shown = super().bridge(conversation, turn, output_ids[-1:], blank, tools)
+            frame = self._frames[output_ids[-1], len(texts)] = self._frame(shown or [])
+        new = list(frame[0])
+        for text, after in zip(texts, frame[1:], strict=True):
+            new += self.tokenizer.encode(_framed(text))
+            new += after
+        return new
+
+    def _frame(self, blank: list[int]) -> list[list[int]]:
+        """What the renderer puts before, between and after the texts of tool results, from its ids for empty ones."""
+        begin, end = self.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>"])
+        pieces, at = [], 0
+        for start in [i + 1 for i, t in enumerate(blank) if t == begin]:
+            pieces.append(blank[at:start])
+            at = blank.index(end, start)
+            assert blank[start:at] == self.tokenizer.encode(_framed("")), (
+                "the pinned renderer frames texts so"
+            )
+        return [*pieces, blank[at:]]
 
     def parse(
         self, output_ids: list[int], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
@@ -70,3 +102,14 @@ class Qwen3Tokens(Tokens):
             return False
         last = next((i for i in range(len(turn) - 1, -1, -1) if turn[i] == begin), None)
         return last is None or end in turn[last:]  # any that began before has ended with it, at the latest
+
+
+def _tool_results(messages: list[dict[str, Any]]) -> list[str]:
+    """The texts, where the messages are nothing else and not many; what agents mostly go on with."""
+    texts = [m["content"] for m in messages if m["role"] == "tool" and isinstance(m["content"], str)]
+    return texts if len(texts) == len(messages) <= MOST_RESULTS else []
+
+
+def _framed(text: str) -> str:
+    """As the renderer tokenises a tool's result: one text with the line breaks around it."""
+    return f"\n{text}\n"

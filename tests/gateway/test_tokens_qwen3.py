@@ -12,7 +12,8 @@ from areal_gateway.tokens import Tokens
 from areal_gateway.tokens_qwen3 import Qwen3Tokens
 
 USER = {"role": "user", "content": "2 + 3?"}
-NEXT = [{"role": "tool", "tool_call_id": "x", "content": "five"}, {"role": "user", "content": " and\nthen? "}]
+TOOL = {"role": "tool", "tool_call_id": "x", "content": "five"}
+NEXT = [TOOL, {"role": "user", "content": " and\nthen? "}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 PIECES = (
     *("five ", "\n\n", " ", "naïve 漢字", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"),
@@ -57,6 +58,26 @@ def test_a_conversation_goes_on_the_same(tokens: Tokens, began: str, said: str, 
     assert tokens.bridge(*args) == Tokens.bridge(tokens, *args)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    results=st.lists(
+        words | st.sampled_from(["", "\n", "\n\n ", "</tool_response>"]), min_size=1, max_size=10
+    ),
+    ended=st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]),
+)
+def test_tool_results_are_framed_the_same(tokens: Tokens, results: list[str], ended: str) -> None:
+    """Whatever they say, the markup that frames them included, and in whichever order frames are first asked for."""
+    prompt = tokens.render([USER], [])
+    args = (
+        [],
+        prompt,
+        tokens.tokenizer.encode("five " + CALL + ended),
+        [TOOL | {"content": r} for r in results],
+        [],
+    )
+    assert tokens.bridge(*args) == Tokens.bridge(tokens, *args)
+
+
 def test_the_short_way_is_taken(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it the renderer is shown little of a long conversation."""
     prompt = tokens.render([USER, {"role": "assistant", "content": "five " * 500}, USER], [])
@@ -75,6 +96,8 @@ def test_the_short_way_is_taken(tokens: Tokens, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tokens.renderer, "parse_response", parsing)
     monkeypatch.setattr(tokens.renderer, "bridge_to_next_turn", bridging)
     assert tokens.parse(output, prompt, []).tool_calls[0].name == "add"
-    assert tokens.bridge([], prompt, output, NEXT[:1], []) is not None
-    assert len(shown) == 2
+    assert len(shown) == 1
+    for _ in range(2):
+        assert tokens.bridge([], prompt, output, NEXT[:1], []) is not None
+    assert len(shown) <= 2  # what stands around a tool's result is asked for once, by an earlier test perhaps
     assert sum(shown) < 100
