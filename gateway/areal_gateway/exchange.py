@@ -221,19 +221,19 @@ class Exchange:
             raise self.error
         return self.records
 
-    async def listen(self, idle_s: float) -> AsyncIterator[Said | None]:
-        """Everything from the beginning; None when nothing came for `idle_s`. Raises GatewayError."""
+    async def listen(self, idle_s: float) -> AsyncIterator[list[Said]]:
+        """Everything from the beginning, what is there at once in one list, which is empty when nothing came for
+        `idle_s`. Once the exchange has finished there is one more list at most. Raises GatewayError."""
         if self.finished and self.error is None and not self._said:
-            for record in self.records:
-                for delta in deltas_of(record.reply or {}):
-                    yield Said(record.index, delta)
-                yield Said(record.index, record=record, logprobs=tuple(self.told(record)))
+            yield [said for record in self.records for said in self._again(record)]
             return
         at = 0
         while True:
-            while at < len(self._said):
-                at += 1
-                yield self._said[at - 1]
+            if at < len(self._said):
+                fresh = self._said[at:]
+                at += len(fresh)
+                yield fresh
+                continue  # while it was told, more may have come
             if self.finished:
                 break
             changed = self._changed
@@ -241,9 +241,14 @@ class Exchange:
                 async with asyncio.timeout(idle_s):
                     await changed.wait()
             except TimeoutError:
-                yield None
+                yield []
         if self.error is not None:
             raise self.error
+
+    def _again(self, record: CallRecord) -> Iterator[Said]:
+        for delta in deltas_of(record.reply or {}):
+            yield Said(record.index, delta)
+        yield Said(record.index, record=record, logprobs=tuple(self.told(record)))
 
     def told(self, record: CallRecord) -> list[Told]:
         """All tokens of one of its replies."""
