@@ -122,5 +122,9 @@ def chain(messages: Iterable[dict[str, Any]], start: bytes = ROOT) -> list[bytes
 
 
 def tools_key(tools: list[dict[str, Any]]) -> bytes:
-    """Equal for equal tool lists. Order and every word count: the prompt shows them all to the model."""
-    return digest(orjson.dumps(tools))
+    """Equal for equal tool lists. Order and every word count: the prompt shows them all to the model.
+
+    Ledgers have it as the key of their tool lists, and a call that goes on relies on its parent's being there:
+    it has to stay as it is.
+    """
+    return hashlib.blake2b(orjson.dumps(tools), digest_size=16).digest()

@@ -106,7 +106,7 @@ class Qwen3Tokens(Tokens):
 
 def _tool_results(messages: list[dict[str, Any]]) -> list[str]:
     """The texts, where the messages are nothing else and not many; what agents mostly go on with."""
-    texts = [m["content"] for m in messages if m["role"] == "tool" and isinstance(m["content"], str)]
+    texts = [text for m in messages if m["role"] == "tool" and isinstance(text := m.get("content"), str)]
     return texts if len(texts) == len(messages) <= MOST_RESULTS else []
 
 

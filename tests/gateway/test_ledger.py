@@ -15,6 +15,7 @@ import pytest
 from gateway_support import as_schema_1
 
 from areal_agent.errors import ConfigError
+from areal_gateway.canonical import tools_key
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.records import (
     CallRecord,
@@ -127,6 +128,24 @@ async def test_tools_are_kept_once_for_all_calls(path: Path) -> None:
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT COUNT(*) FROM tool_lists").fetchone() == (1,)
     ledger.close()
+
+
+async def test_a_call_that_goes_on_writes_no_tools_again_and_finds_its_parent_s(path: Path) -> None:
+    ledger = Ledger(path)
+    child = call("c1", parent_id="c0", cause=None)
+    rows = call_rows(child, tools_written=True)
+    assert len(rows) == 1
+    await ledger.append(session_row(session()), *call_rows(call()))
+    await ledger.append(*rows)
+    assert ledger.histories(["s0"])["s0"].calls == [call(), child]
+    ledger.close()
+
+
+def test_the_key_of_a_tool_list_is_the_one_in_ledgers_that_are_there() -> None:
+    """A conversation that is open while its gateway is updated goes on by the key its parent was written with."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert tools_key([]).hex() == "7ebb3c7c2a87b1a2f8a7ed729ecb040d"
+    assert tools_key(tools).hex() == "524e2936df0ce30895f021a628d9e052"
 
 
 @pytest.mark.parametrize("table", TABLES)
