@@ -372,7 +372,7 @@ async def probe_weights(gateway: Gateway, request: web.Request) -> web.Response:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
+    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i < 2**31 for i in value)
 
 
 async def _weights(gateway: Gateway, step: Any) -> web.Response:

@@ -28,7 +28,9 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
-        found = self[token_id] = b"" if token is None else _bytes_of(token)
+        if token is None:  # not kept: a client may ask about any number
+            return b""
+        found = self[token_id] = _bytes_of(token)
         return found
 
     def text(self, token_ids: Iterable[int]) -> str:

@@ -49,24 +49,27 @@ class Qwen3Tokens(Tokens):
         if frame is None:
             blank = [{"role": "tool", "content": ""} for _ in texts]
             shown = super().bridge(conversation, turn, output_ids[-1:], blank, tools)
-            frame = self._frames[output_ids[-1], len(texts)] = self._frame(shown or [])
+            frame = None if shown is None else self._frame(shown, len(texts))
+            if frame is None:  # not this time
+                return super().bridge(conversation, turn, output_ids[-1:], new_messages, tools)
+            self._frames[output_ids[-1], len(texts)] = frame
         new = list(frame[0])
         for text, after in zip(texts, frame[1:], strict=True):
             new += self.tokenizer.encode(_framed(text))
             new += after
         return new
 
-    def _frame(self, blank: list[int]) -> list[list[int]]:
-        """What the renderer puts before, between and after the texts of tool results, from its ids for empty ones."""
+    def _frame(self, blank: list[int], n: int) -> list[list[int]] | None:
+        """What the renderer puts before, between and after the texts of `n` tool results, from its ids for empty
+        ones; None where it is not what it is taken for."""
         begin, end = self.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>"])
         pieces, at = [], 0
         for start in [i + 1 for i, t in enumerate(blank) if t == begin]:
             pieces.append(blank[at:start])
             at = blank.index(end, start)
-            assert blank[start:at] == self.tokenizer.encode(_framed("")), (
-                "the pinned renderer frames texts so"
-            )
-        return [*pieces, blank[at:]]
+            if blank[start:at] != self.tokenizer.encode(_framed("")):
+                return None
+        return [*pieces, blank[at:]] if len(pieces) == n else None
 
     def parse(
         self, output_ids: list[int], prompt_ids: Sequence[int], tools: list[dict[str, Any]]

@@ -31,18 +31,16 @@ class Turns:
         """Whether one of them has begun; from then on there is time until `_ends`."""
         self._ends = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._woken = 0
+        """Those whose turn it is and who have not gone on yet; nobody may go on before them."""
         self._late: list[asyncio.Future[None]] = []
         """Those who had their turn when there was no time left; they are the first of the next pass."""
 
     async def turn(self) -> None:
         """Go on when it is this caller's turn. What follows, up to the next await, is its stretch of work."""
         loop = asyncio.get_running_loop()
-        if (
-            self._taken < A_PASS
-            and not self._waiting
-            and not self._late
-            and (not self._taken or self._in_time())
-        ):
+        free = self._taken < A_PASS and not (self._woken or self._late or self._waiting)
+        if free and (not self._taken or self._in_time()):
             if not self._taken:
                 loop.call_soon(self._next, loop)
                 self._in_time()
@@ -50,11 +48,18 @@ class Turns:
             return
         waiting: asyncio.Future[None] = loop.create_future()
         self._waiting.append(waiting)
-        await waiting
+        await self._until(waiting)
         while not self._in_time():
             waiting = loop.create_future()
             self._late.append(waiting)
+            await self._until(waiting)
+
+    async def _until(self, waiting: asyncio.Future[None]) -> None:
+        try:
             await waiting
+        finally:
+            if waiting.done() and not waiting.cancelled():  # also when the caller was cancelled after that
+                self._woken -= 1
 
     def _in_time(self) -> bool:
         """Whether one more stretch may begin in this pass; the first begins the count."""
@@ -72,6 +77,7 @@ class Turns:
             waiting = self._waiting.popleft()
             if not waiting.done():  # else its caller was cancelled
                 waiting.set_result(None)
+                self._woken += 1
                 self._taken += 1
         if self._taken:
             loop.call_soon(self._next, loop)

@@ -53,3 +53,9 @@ def test_other_decoders_are_told_apart() -> None:
 def test_an_id_below_zero_is_refused(backend: Tokenizer) -> None:
     with pytest.raises(OverflowError):
         TokenBytes(backend).text([-1])
+
+
+def test_ids_that_no_token_has_take_no_room(backend: Tokenizer) -> None:
+    known = TokenBytes(backend)
+    assert known.text([0, *range(10_000, 12_000)]) == "!"
+    assert len(known) == 1

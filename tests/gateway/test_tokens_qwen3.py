@@ -78,6 +78,17 @@ def test_tool_results_are_framed_the_same(tokens: Tokens, results: list[str], en
     assert tokens.bridge(*args) == Tokens.bridge(tokens, *args)
 
 
+def test_a_bridge_that_is_refused_once_is_not_refused_for_good(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ([], tokens.render([USER], []), tokens.tokenizer.encode("five<|im_end|>"), NEXT[:1] * 8, [])
+    tokens._frames.clear()  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens.renderer, "bridge_to_next_turn", lambda *_, **__: None)
+        assert tokens.bridge(*args) is None
+    assert tokens.bridge(*args) == Tokens.bridge(tokens, *args) is not None
+
+
 def test_the_short_way_is_taken(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with it the renderer is shown little of a long conversation."""
     prompt = tokens.render([USER, {"role": "assistant", "content": "five " * 500}, USER], [])

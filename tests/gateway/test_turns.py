@@ -9,6 +9,13 @@ from collections import Counter
 from areal_gateway.turns import A_PASS, PASS_S, Turns
 
 
+def compute(seconds: float) -> None:
+    """A stretch of work."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
 async def test_with_nobody_before_it_one_goes_on_at_once() -> None:
     turns = Turns()
     for _ in range(3):
@@ -63,9 +70,7 @@ async def test_a_pass_ends_with_its_time_and_those_left_over_are_the_first_of_th
     async def work(i: int) -> None:
         await turns.turn()
         went.append((passes, i))
-        busy_until = time.perf_counter() + (PASS_S if i < 20 else 0)
-        while time.perf_counter() < busy_until:
-            pass
+        compute(PASS_S if i < 20 else 0)
 
     tasks = [asyncio.create_task(work(i)) for i in range(40)]
     tasks[2].cancel()
@@ -78,3 +83,38 @@ async def test_a_pass_ends_with_its_time_and_those_left_over_are_the_first_of_th
     in_pass = Counter(at for at, i in went if i < 20)
     assert max(in_pass.values()) == 1
     assert max(Counter(at for at, _ in went).values()) <= A_PASS
+
+
+async def test_nobody_overtakes_one_whose_turn_it_is() -> None:
+    """Not even in every pass, with a stretch that leaves no time: the one that waits goes on after the next."""
+    turns, went = Turns(), []
+    stop = False
+
+    async def busy() -> None:
+        while not stop and len(went) < 50:
+            await turns.turn()
+            went.append("busy")
+            compute(1.25 * PASS_S)
+            await asyncio.sleep(0)
+
+    async def waits() -> None:
+        await turns.turn()
+        went.append("waits")
+
+    working = asyncio.create_task(busy())
+    await asyncio.sleep(0)
+    await asyncio.create_task(waits())
+    stop = True
+    await working
+    assert went.index("waits") <= 2
+
+
+async def test_one_who_leaves_when_it_is_his_turn_blocks_nobody() -> None:
+    turns = Turns()
+    tasks = [asyncio.create_task(turns.turn()) for _ in range(A_PASS + 1)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the last has its turn now, and has not gone on yet
+    tasks[-1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(3):
+        await asyncio.wait_for(turns.turn(), 5)

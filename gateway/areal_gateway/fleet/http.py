@@ -119,7 +119,7 @@ async def events(reply: Reply) -> AsyncIterator[list[bytes]]:
     async for piece in reply.chunks():
         *whole, rest = (rest + piece if rest else piece).split(b"\n\n")
         if whole:
-            yield [event[5:].strip() for event in whole if event.startswith(b"data:")]
+            yield [said[5:].strip() for e in whole if (said := e.lstrip(b"\n")).startswith(b"data:")]
 
 
 def error_text(body: str, status: int) -> str:

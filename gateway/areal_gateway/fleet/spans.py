@@ -74,8 +74,8 @@ class SpansDriver(EngineHTTP):
         self, prompt_ids: Sequence[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
         id = uuid.uuid4().hex
-        flight = self._flights[id] = _Flight(self._version, len(prompt_ids))
         body = generate_body(self.model, prompt_ids, sampling, id)
+        flight = self._flights[id] = _Flight(self._version, len(prompt_ids))
         try:
             async with aclosing(pieces(self, GENERATE, body, timeout_s, sampling.top_logprobs)) as stream:
                 async for piece in stream:
