@@ -103,14 +103,12 @@ def canonical(message: dict[str, Any]) -> bytes:
     return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
 
 
-def digest(data: bytes) -> bytes:
-    """16 bytes of SHA-256, which today's CPUs have instructions for: half the time of any other of its kind."""
-    return hashlib.sha256(data).digest()[:16]
-
-
 def extend(key: bytes, message: dict[str, Any]) -> bytes:
-    """The key of a conversation with one more message: a hash chain, so every prefix has its own key."""
-    return digest(key + canonical(message))
+    """The key of a conversation with one more message: a hash chain, so every prefix has its own key.
+
+    SHA-256, for which CPUs have instructions: half the time of BLAKE2. No key is stored.
+    """
+    return hashlib.sha256(key + canonical(message)).digest()[:16]
 
 
 def chain(messages: Iterable[dict[str, Any]], start: bytes = ROOT) -> list[bytes]:

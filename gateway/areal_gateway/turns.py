@@ -3,7 +3,7 @@
 Invariant: of those who ask for a turn, at most A_PASS go on in one pass of the loop, and after PASS_S of it none but
 the first, in the order in which they asked; with fewer before it, one goes on at once.
 
-A call computes for half a millisecond to some at three places: reading a request, reading what the engine said,
+A call computes for half a millisecond to several at three places: reading a request, reading what the engine said,
 recording a reply. Two hundred clients that come at once would otherwise hold the loop for as many of those in
 a row, while streams, health checks and clients that leave wait.
 """

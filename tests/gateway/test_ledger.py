@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import signal
 import sqlite3
@@ -15,6 +16,7 @@ import pytest
 from gateway_support import as_schema_1
 
 from areal_agent.errors import ConfigError
+from areal_gateway.agent import digest_of
 from areal_gateway.canonical import tools_key
 from areal_gateway.ledger import Ledger, LedgerError
 from areal_gateway.records import (
@@ -146,6 +148,14 @@ def test_the_key_of_a_tool_list_is_the_one_in_ledgers_that_are_there() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     assert tools_key([]).hex() == "7ebb3c7c2a87b1a2f8a7ed729ecb040d"
     assert tools_key(tools).hex() == "524e2936df0ce30895f021a628d9e052"
+
+
+def test_the_digest_of_a_request_is_the_one_in_ledgers_that_are_there() -> None:
+    """By it a client that tries again after its gateway was updated gets the reply that is there."""
+    assert (
+        digest_of("chat.completions", {"b": 1, "a": [2]})
+        == hashlib.blake2b(b'chat.completions{"a":[2],"b":1}', digest_size=16).digest()
+    )
 
 
 @pytest.mark.parametrize("table", TABLES)
