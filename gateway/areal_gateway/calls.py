@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any, Protocol
-from uuid import uuid4
 
 from areal_agent.errors import EngineError, GatewayError
 from areal_gateway.ahead import Ahead, count_tokens, prepare_ahead
@@ -218,7 +218,7 @@ class Calls:
     async def _call(self, exchange: Exchange, prepared: Prepared, index: int, sibling: int) -> None:
         """One sibling: sample, read, commit. Raises GatewayError after the call was committed as failed."""
         session, request = exchange.session, exchange.request
-        call_id = uuid4().hex
+        call_id = token_hex(16)
         sampling = prepared.sampling
         if (seed := seed_of(session.record.sampling, prepared.prompt_ids, sibling)) is not None:
             sampling = replace(sampling, seed=seed)
@@ -313,7 +313,8 @@ class Calls:
                 raise GatewayError(
                     f"the reply could not be streamed: {e}", status=500, code="stream_error"
                 ) from e
-            exchange.say(Said(index, record=record, logprobs=sampled.told(stream.told)))
+            rest = sampled.told(stream.told) if request.logprobs else ()
+            exchange.say(Said(index, record=record, logprobs=rest))
 
     async def _sample(
         self,
@@ -335,7 +336,7 @@ class Calls:
                     deltas = stream.feed(sampled.ids)
                     for i, delta in enumerate(deltas):
                         fresh: tuple[Told, ...] = ()
-                        if i == 0:
+                        if i == 0 and exchange.request.logprobs:
                             fresh, stream.told = sampled.told(stream.told), len(sampled.ids)
                         exchange.say(Said(index, delta, logprobs=fresh))
         if sampled.finish is None:

@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
-from uuid import uuid4
 
 from areal_agent.errors import GatewayError
 from areal_gateway.constraint import Constraint
@@ -112,7 +112,7 @@ class Told(NamedTuple):
 class Said:
     """Something for the client: a delta of choice `index`, or its end (`record` given).
 
-    `logprobs` [k]: of the tokens sampled since the choice last said something.
+    `logprobs` [k]: of the tokens sampled since the choice last said something, where they were asked for.
     """
 
     index: int
@@ -125,7 +125,7 @@ class Exchange:
     """A running or finished request. Created by Calls.start."""
 
     def __init__(self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None) -> None:
-        self.exchange_id = uuid4().hex
+        self.exchange_id = token_hex(16)
         self.session = session
         self.request = request
         self.digest = digest
@@ -146,7 +146,7 @@ class Exchange:
         self.retried = False
         """Whether it failed and a client came to ask again, which made another exchange."""
         self._said: list[Said] = []
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[bool]] = []
 
     @classmethod
     def restored(cls, session: Session, records: list[CallRecord]) -> Exchange:
@@ -183,8 +183,22 @@ class Exchange:
         self.forget()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        for changed in waiting:
+            _settle(changed, True)
+
+    async def _change(self, within_s: float | None = None) -> bool:
+        """Wait until something is said, or the end; False when nothing was `within_s`."""
+        loop = asyncio.get_running_loop()
+        changed: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append(changed)
+        if within_s is None:
+            return await changed
+        late = loop.call_later(within_s, _settle, changed, False)  # a third of what asyncio.timeout costs
+        try:
+            return await changed
+        finally:
+            late.cancel()
 
     def abort(self, error: GatewayError) -> None:
         """Stop the engine's work; its calls become `aborted` and whoever still listens gets `error`."""
@@ -216,7 +230,7 @@ class Exchange:
     async def wait(self) -> list[CallRecord]:
         """All replies. Raises GatewayError."""
         while not self.finished:
-            await self._changed.wait()
+            await self._change()
         if self.error is not None:
             raise self.error
         return self.records
@@ -236,11 +250,7 @@ class Exchange:
                 continue  # while it was told, more may have come
             if self.finished:
                 break
-            changed = self._changed
-            try:
-                async with asyncio.timeout(idle_s):
-                    await changed.wait()
-            except TimeoutError:
+            if not await self._change(idle_s):
                 yield []
         if self.error is not None:
             raise self.error
@@ -259,3 +269,8 @@ class Exchange:
         """Drop what was said once all was: a later replay is made from the records."""
         if self.finished and not self.subscribers:
             self._said = []
+
+
+def _settle(changed: asyncio.Future[bool], heard: bool) -> None:
+    if not changed.done():  # else its waiter was cancelled, or woken already
+        changed.set_result(heard)

@@ -230,17 +230,22 @@ class Sessions:
 
     async def by_key(self, key: str) -> Session:
         """The open session of an agent's key. Raises GatewayError: 401 unknown, 409 sealed or too late."""
+        if (session := self.open_by_key(key)) is not None:
+            return session
+        session_id = await asyncio.to_thread(self._ledger.session_id_of_key, auth.hash_key(key))
+        if session_id is None:
+            raise GatewayError(
+                "this key belongs to no session; use the api_key that opening a session returned",
+                status=401,
+                code="unauthorized",
+            )
+        raise sealed_error(session_id)
+
+    def open_by_key(self, key: str) -> Session | None:
+        """None: of no open session. Raises GatewayError (409): it is too late."""
         session = self._by_key.get(auth.hash_key(key))
-        if session is None:
-            session_id = await asyncio.to_thread(self._ledger.session_id_of_key, auth.hash_key(key))
-            if session_id is None:
-                raise GatewayError(
-                    "this key belongs to no session; use the api_key that opening a session returned",
-                    status=401,
-                    code="unauthorized",
-                )
-            raise sealed_error(session_id)
-        check_open(session)
+        if session is not None:
+            check_open(session)
         return session
 
     def get_open(self, session_id: str) -> Session | None:

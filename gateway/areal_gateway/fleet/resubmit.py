@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from secrets import token_hex
 
 from areal_agent.errors import EngineError
 from areal_gateway.fleet.event import COMPLETIONS, GENERATE
@@ -84,7 +84,7 @@ class ResubmitDriver(EngineHTTP):
         if self._version is None:
             raise EngineError(f"engine {self.url} was never given a version")
         if self._path == GENERATE:
-            body = generate_body(self.model, prompt_ids, sampling, uuid.uuid4().hex)
+            body = generate_body(self.model, prompt_ids, sampling, token_hex(16))
         else:
             body = completions_body(self.model, prompt_ids, sampling)
         flight = _Flight(self._version)

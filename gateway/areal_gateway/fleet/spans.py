@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 from areal_agent.errors import EngineError
@@ -73,7 +73,7 @@ class SpansDriver(EngineHTTP):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: EngineSampling, timeout_s: float
     ) -> AsyncGenerator[Chunk]:
-        id = uuid.uuid4().hex
+        id = token_hex(16)
         body = generate_body(self.model, prompt_ids, sampling, id)
         flight = self._flights[id] = _Flight(self._version, len(prompt_ids))
         try:
