@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,14 +16,26 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import GatewayError
-from areal_gateway import auth
+from areal_gateway import auth, connection
 from areal_gateway.ahead import Ahead
+from areal_gateway.connection import Incoming
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
 from areal_gateway.exchange import CallRequest, Exchange
 from areal_gateway.feedback import give
 from areal_gateway.fields import mapping
-from areal_gateway.http import JSON, Handler, answer, guarded, read_json, route_of
+from areal_gateway.http import (
+    JSON,
+    Handler,
+    Streaming,
+    answer,
+    guarded,
+    plain,
+    read_json,
+    route_of,
+    send,
+    streaming,
+)
 from areal_gateway.online import Online, goes_on
 from areal_gateway.prepare import settle
 from areal_gateway.sessions import Session
@@ -34,6 +47,8 @@ KEEP_ALIVE_S = 10.0
 """A stream with nothing to say sends a sign of life this often; clients and proxies count silence as death."""
 
 LABEL_HEADER = "x-areal-label-"
+
+EVENTS = "text/event-stream; charset=utf-8"
 
 
 def routes(app: web.Application) -> None:
@@ -49,7 +64,12 @@ def routes(app: web.Application) -> None:
         app.router.add_post(prefix + "/v1/rewards", guarded(rewards, openai_error))
 
 
-async def authenticate(gateway: Gateway, request: web.Request) -> Session | Online:
+def plain_calls(gateway: Gateway) -> dict[str, connection.Handle]:
+    """What needs none of aiohttp, by path."""
+    return {d.path: plain(gateway, completions(d), d.error) for d in DIALECTS.values()}
+
+
+async def authenticate(gateway: Gateway, request: Incoming) -> Session | Online:
     """Whose calls these are: a session's, or the project's, which are told apart by what they say."""
     key = auth.presented_key(request)
     try:
@@ -77,8 +97,8 @@ async def authenticate(gateway: Gateway, request: web.Request) -> Session | Onli
         raise
 
 
-def completions(dialect: Dialect) -> Handler:
-    async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
+def completions(dialect: Dialect) -> Callable[[Gateway, Incoming], Awaitable[Any]]:
+    async def handle(gateway: Gateway, request: Incoming) -> Streaming | None:
         caller = await authenticate(gateway, request)
         session = caller if isinstance(caller, Session) else None
         try:
@@ -113,13 +133,8 @@ def completions(dialect: Dialect) -> Handler:
             if asked.stream:
                 return await stream(gateway, session, dialect, served, asked, exchange, request)
             records = await exchange.wait()
-            response = web.Response(
-                body=dialect.reply(served, asked, exchange),
-                content_type=JSON,
-                headers=headers(asked, exchange),
-            )
-            await response.prepare(request)
-            await response.write_eof()
+            body = dialect.reply(served, asked, exchange)
+            response = await send(request, headers(JSON, asked, exchange), body)
             gateway.sessions.delivered(session, [r.call_id for r in records])
             return response
 
@@ -149,7 +164,7 @@ def begin(
     session: Session,
     asked: CallRequest,
     digest: bytes,
-    request: web.Request,
+    request: Incoming,
     ahead: Ahead,
 ) -> Exchange:
     """The exchange that this request repeats, or a new one."""
@@ -168,18 +183,12 @@ async def stream(
     served: Served,
     asked: CallRequest,
     exchange: Exchange,
-    request: web.Request,
-) -> web.StreamResponse:
+    request: Incoming,
+) -> Streaming:
     """Server-sent events. Before the first byte an error is an HTTP status, afterwards an event."""
     encoder = dialect.stream(served, asked, exchange)
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-            **headers(asked, exchange),
-        }
-    )
+    said = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers(EVENTS, asked, exchange)}
+    response = streaming(request, said)
     rest = b""
     try:
         async for fresh in exchange.listen(KEEP_ALIVE_S):
@@ -190,28 +199,36 @@ async def stream(
             if not response.prepared:
                 await response.prepare(request)
             await response.write(data)
-    except GatewayError as e:
+        rest += encoder.done(exchange.records)
+    except ConnectionResetError:
+        raise
+    except Exception as e:
         if not response.prepared:
             raise
+        if not isinstance(e, GatewayError):
+            log.exception("session %s: the stream of a reply failed", session.id)
+            e = GatewayError(
+                "the gateway failed on this request; its log says why", status=500, code="internal"
+            )
         await response.write(encoder.failed(e))
         await response.write_eof()
         return response
     if not response.prepared:
         await response.prepare(request)
-    await response.write_eof(rest + encoder.done(exchange.records))
+    await response.write_eof(rest)
     gateway.sessions.delivered(session, [r.call_id for r in exchange.records])
     return response
 
 
-def headers(asked: CallRequest, exchange: Exchange) -> dict[str, str]:
-    out = {"x-request-id": exchange.exchange_id}
+def headers(content_type: str, asked: CallRequest, exchange: Exchange) -> dict[str, str]:
+    out = {"Content-Type": content_type, "x-request-id": exchange.exchange_id}
     if asked.ignored:
         shown = ", ".join(asked.ignored).encode("ascii", "replace").decode()
         out["x-areal-ignored"] = "".join(c if c.isprintable() else "?" for c in shown)[:1000]
     return out
 
 
-def with_labels(asked: CallRequest, request: web.Request) -> CallRequest:
+def with_labels(asked: CallRequest, request: Incoming) -> CallRequest:
     """`x-areal-label-NAME: value` headers, percent-encoded, join the labels of the body, and win."""
     for name, value in request.headers.items():
         if name.lower().startswith(LABEL_HEADER):

@@ -33,7 +33,7 @@ def create_app(
     """The whole gateway as an aiohttp application; it owns none of its arguments.
 
     `project_key` is that of online mode; None: there is none.
-    Serve it with `handler_cancellation=True`, or a client that leaves goes unnoticed.
+    Serve it with a GatewayRunner.
     """
     app = web.Application(client_max_size=int(config.gateway.max_body_mib * 2**20))
     app[GATEWAY] = Gateway(

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 
-from aiohttp import web
+from areal_gateway.connection import Incoming
 
 SESSION_PREFIX = "sk-areal-"
 KEY_BYTES = 24
@@ -28,7 +28,7 @@ def same_key(given: str | None, expected: str) -> bool:
     return given is not None and hmac.compare_digest(hash_key(given), hash_key(expected))
 
 
-def presented_key(request: web.Request) -> str | None:
+def presented_key(request: Incoming) -> str | None:
     """The key of a request: in the path, else `Authorization: Bearer`, else `x-api-key`."""
     if key := request.match_info.get("key"):
         return key

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 
 from areal_agent.errors import GatewayError
+from areal_gateway import connection
+from areal_gateway.connection import Incoming
 from areal_gateway.core import GATEWAY, Gateway
 from areal_gateway.ledger import LedgerError
 from areal_gateway.turns import Turns
@@ -29,7 +31,15 @@ Handler = Callable[[Gateway, web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[GatewayError], bytes]
 
 
-async def read_json(request: web.Request, turns: Turns | None = None) -> Any:
+class Refusal(NamedTuple):
+    """An error as the client is told of it; its body is JSON."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def read_json(request: Incoming, turns: Turns | None = None) -> Any:
     """The parsed body, with `turns` in a turn that begins with the parsing.
 
     Raises GatewayError: 413 too large (counted after decompression), 400 no JSON.
@@ -37,9 +47,8 @@ async def read_json(request: web.Request, turns: Turns | None = None) -> Any:
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge as e:
-        limit = request.client_max_size
         raise GatewayError(
-            f"the request body is larger than {limit} bytes; raise gateway.max_body_mib if that is meant",
+            f"the request body is larger than gateway.max_body_mib allows: {e.text}; raise it if that is meant",
             status=413,
             code="body_too_large",
         ) from e
@@ -53,8 +62,10 @@ async def read_json(request: web.Request, turns: Turns | None = None) -> Any:
         raise GatewayError(f"the request body is no JSON: {e}", status=400, code="invalid_json") from e
 
 
-def route_of(request: web.Request) -> str:
+def route_of(request: Incoming) -> str:
     """The path as it was declared; the path as it was asked for may hold a key."""
+    if isinstance(request, connection.Request):
+        return request.path
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "(unknown path)"
 
@@ -68,6 +79,27 @@ async def not_found(_: Gateway, request: web.Request) -> web.StreamResponse:
         status=404,
         code="unknown_path",
     )
+
+
+async def send(request: Incoming, headers: dict[str, str], body: bytes) -> web.Response | None:
+    """A whole answer, to the last byte; then what aiohttp wants to be given back."""
+    if isinstance(request, connection.Request):
+        await request.answer(200, headers, body)
+        return None
+    response = web.Response(headers=headers, body=body)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+Streaming = web.StreamResponse | connection.Stream
+
+
+def streaming(request: Incoming, headers: dict[str, str]) -> Any:
+    """An answer that is told as it comes, one of Streaming."""
+    if isinstance(request, connection.Request):
+        return request.stream(headers)
+    return web.StreamResponse(headers=headers)
 
 
 def answer(value: Any, status: int = 200) -> web.Response:
@@ -87,28 +119,49 @@ def guarded(
         gateway = request.app[GATEWAY]
         try:
             return await handler(gateway, request)
-        except GatewayError as e:
-            error = e
-        except LedgerError as e:
-            log.error("%s %s: %s", request.method, route_of(request), e)
-            error = GatewayError(str(e), status=500, code="ledger_error")
         except web.HTTPException:
             raise
-        except ConnectionResetError:  # the client left while it was being answered; there is nobody to tell
-            raise
-        except Exception:
-            log.exception("%s %s failed", request.method, route_of(request))
-            error = GatewayError(
-                "the gateway failed on this request; its log says why", status=500, code="internal"
-            )
-        gateway.metrics.refused.labels(error.code or "error").inc()
-        status = error.status or 500
-        response = web.Response(body=error_body(error), status=status, content_type=JSON)
-        if status == 503:
-            response.headers["Retry-After"] = str(RETRY_AFTER_S)
-        if 400 <= status < 500 and status not in PASSING:
-            # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
-            response.headers["x-should-retry"] = "false"
-        return response
+        except Exception as e:
+            status, headers, body = refusal(gateway, request, e, error_body)
+            return web.Response(status=status, headers=headers, body=body)
 
     return handle
+
+
+def plain(
+    gateway: Gateway, handler: Callable[[Gateway, Incoming], Awaitable[object]], error_body: ErrorBody
+) -> connection.Handle:
+    """The same for a plain call, which is answered on its own connection."""
+
+    async def handle(request: connection.Request) -> None:
+        try:
+            await handler(gateway, request)
+        except Exception as e:
+            await request.answer(*refusal(gateway, request, e, error_body))
+
+    return handle
+
+
+def refusal(gateway: Gateway, request: Incoming, failure: Exception, error_body: ErrorBody) -> Refusal:
+    """What a client is told of a failed request. Raises the failure where there is nobody to tell."""
+    if isinstance(failure, ConnectionResetError):  # the client left while it was being answered
+        raise failure
+    if isinstance(failure, GatewayError):
+        error = failure
+    elif isinstance(failure, LedgerError):
+        log.error("%s: %s", route_of(request), failure)
+        error = GatewayError(str(failure), status=500, code="ledger_error")
+    else:
+        log.error("%s failed", route_of(request), exc_info=failure)
+        error = GatewayError(
+            "the gateway failed on this request; its log says why", status=500, code="internal"
+        )
+    gateway.metrics.refused.labels(error.code or "error").inc()
+    status = error.status or 500
+    headers = {"Content-Type": JSON}
+    if status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if 400 <= status < 500 and status not in PASSING:
+        # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
+        headers["x-should-retry"] = "false"
+    return Refusal(status, headers, error_body(error))

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from aiohttp import web
-
 from areal_agent.config import RunConfig
 from areal_agent.errors import GatewayError
 from areal_gateway import canonical
+from areal_gateway.connection import Incoming
 from areal_gateway.exchange import CallRequest, exchange_id_of
 from areal_gateway.feedback import give
 from areal_gateway.ledger import Ledger
@@ -73,7 +72,7 @@ class Online:
         session = self._of_exchange(exchange_id)
         return session.conversation(exchange_id) if session else None
 
-    async def session_for(self, asked: CallRequest, digest: bytes, request: web.Request) -> Session:
+    async def session_for(self, asked: CallRequest, digest: bytes, request: Incoming) -> Session:
         """The session a call belongs to, opened where there is none."""
         async with self._opening:
             name = name_of(request)
@@ -81,7 +80,7 @@ class Online:
             # A client that leaves now must not leave a session behind that its name does not lead to.
             return found or await asyncio.shield(asyncio.ensure_future(self._begin(name)))
 
-    def find(self, asked: CallRequest, digest: bytes, request: web.Request) -> Session | None:
+    def find(self, asked: CallRequest, digest: bytes, request: Incoming) -> Session | None:
         if name := name_of(request):
             session = self._sessions.get_open(self._named.get(name, ""))
             return session if session is not None and goes_on(session) else None
@@ -143,7 +142,7 @@ class Online:
 
     # -- rewards -----------------------------------------------------------------------------------
 
-    async def reward(self, body: dict[str, Any], request: web.Request) -> str:
+    async def reward(self, body: dict[str, Any], request: Incoming) -> str:
         """Feedback of the service on a reply (`response_id`) or on a session (the header); the session's id.
 
         A reward of the session closes it when `online.close_on_reward` says so; one of a reply leaves it open,
@@ -156,7 +155,7 @@ class Online:
             await self._sessions.seal(history.session.session_id, Outcome.FINISHED, None)
         return session_id
 
-    async def _subject(self, body: dict[str, Any], request: web.Request) -> str:
+    async def _subject(self, body: dict[str, Any], request: Incoming) -> str:
         if isinstance(response_id := body.get("response_id"), str) and response_id:
             exchange_id = exchange_id_of(response_id)
             if session := self._of_exchange(exchange_id):
@@ -184,5 +183,5 @@ def goes_on(session: Session) -> bool:
     return session.sealing is None and time.time() < session.deadline
 
 
-def name_of(request: web.Request) -> str:
+def name_of(request: Incoming) -> str:
     return request.headers.get(SESSION_HEADER, "").strip()[:NAME_CHARS]

@@ -27,6 +27,7 @@ from areal_gateway.app import create_app
 from areal_gateway.core import GatewayFleet
 from areal_gateway.events import EventBus
 from areal_gateway.ledger import Ledger
+from areal_gateway.serving import GatewayRunner
 from areal_gateway.tokens import Tokens
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ async def _answer(
         events=events,
         project_key=RunDir(run_dir).project_key() if config.online.enabled else None,
     )
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    runner = GatewayRunner(app, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     # What start-up made lives as long as the process: looking through it again and again, as the collector would,
     # stops the event loop for a tenth of a second and more.

@@ -17,6 +17,7 @@ from gateway_support import ADMIN_KEY, Reply, ScriptedFleet
 from areal_agent.config import GatewayConfig, RunConfig
 from areal_gateway.app import create_app
 from areal_gateway.ledger import Ledger
+from areal_gateway.serving import GatewayRunner
 from areal_gateway.tokens import Tokens
 
 
@@ -36,7 +37,7 @@ async def serve(folder: Path, port: int, tokens: Tokens) -> None:
         tokens=tokens,
         admin_key=ADMIN_KEY,
     )
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    runner = GatewayRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     print("ready", os.getpid(), flush=True)

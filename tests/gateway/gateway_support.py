@@ -31,6 +31,7 @@ from areal_gateway.app import create_app
 from areal_gateway.core import GATEWAY, Gateway
 from areal_gateway.fleet.types import Chunk, EngineSampling, UnknownEngine
 from areal_gateway.ledger import Ledger
+from areal_gateway.serving import GatewayRunner
 from areal_gateway.tokens import QWEN3_TOKENS, Tokens
 
 ADMIN_KEY = "admin-key-of-the-tests"
@@ -217,6 +218,13 @@ def likeliest(ids: list[int], logprobs: list[float | None], k: int) -> list[list
     ]
 
 
+class GatewayServer(TestServer):
+    """Served as in production."""
+
+    async def _make_runner(self, **settings: Any) -> GatewayRunner:
+        return GatewayRunner(self.app, **settings)
+
+
 class Served:
     """A gateway on a loopback port, its admin client, and openai clients per session."""
 
@@ -224,7 +232,7 @@ class Served:
         self.app = app
         self.fleet = fleet
         self.ledger = ledger
-        self.server = TestServer(app)
+        self.server = GatewayServer(app)
         self.clients: list[Any] = []
 
     @property
@@ -236,7 +244,7 @@ class Served:
         return str(self.server.make_url("")).rstrip("/")
 
     async def start(self) -> None:
-        await self.server.start_server(access_log=None)  # handler_cancellation is on, as in production
+        await self.server.start_server()
         self.http = aiohttp.ClientSession()
 
     async def stop(self) -> None:

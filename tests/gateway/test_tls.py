@@ -16,6 +16,7 @@ from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError, GatewayError
 from areal_agent.session import GatewayClient
 from areal_gateway.server import bind, tls
+from areal_gateway.serving import GatewayRunner
 from areal_gateway.tokens import Tokens
 from areal_trainers.client import TrainerClient
 
@@ -46,7 +47,7 @@ async def test_our_clients_speak_it_and_verify_it(
     tokens: Tokens, tmp_path: Path, certificate: GatewayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: Served = make_app(tokens, tmp_path)
-    runner = web.AppRunner(served.app, access_log=None)
+    runner = GatewayRunner(served.app)
     await runner.setup()
     sock = bind(certificate)
     await web.SockSite(runner, sock, ssl_context=tls(certificate)).start()

@@ -36,6 +36,7 @@ from areal_agent.weights import plan
 from areal_gateway.app import create_app
 from areal_gateway.fleet import Fleet
 from areal_gateway.ledger import Ledger
+from areal_gateway.serving import GatewayRunner
 from areal_gateway.tokens import Tokens
 
 ADMIN = "admin"
@@ -74,7 +75,7 @@ async def gateway(folder: Path, eta: int, model: Path) -> AsyncIterator[tuple[Ru
         stack.push_async_callback(fleet.stop)
         tokens = Tokens.load(model, config.gateway)
         app = create_app(config=config, fleet=fleet, ledger=ledger, tokens=tokens, admin_key=ADMIN)
-        runner = web.AppRunner(app, handler_cancellation=True)
+        runner = GatewayRunner(app)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
