@@ -167,19 +167,34 @@ async def under_load(
     """`clients` of them, each calling again as soon as it has its reply, for `seconds` after a warm-up.
 
     A conversation that was begun goes on to its end: else a slow system would be asked short prompts only.
+    Sessions are opened over connections that are not the agents': it is not an agent that opens its session.
     """
     cell = Cell()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
     seeds = itertools.count(int(time.time() * 1e3))
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http,
+        aiohttp.ClientSession() as opening,
+    ):
         makers = [conversation if traffic == "conversation" else fresh for _ in range(clients)]
         await asyncio.gather(
-            *(client(http, system, p, make, stream, seeds, Cell(), seconds * 0.2) for make in makers)
+            *(client(http, opening, system, p, make, stream, seeds, Cell(), seconds * 0.2) for make in makers)
         )
         start = time.perf_counter()
         await asyncio.gather(
             *(
-                client(http, system, p, make, stream, seeds, cell, seconds, whole=traffic == "conversation")
+                client(
+                    http,
+                    opening,
+                    system,
+                    p,
+                    make,
+                    stream,
+                    seeds,
+                    cell,
+                    seconds,
+                    whole=traffic == "conversation",
+                )
                 for make in makers
             )
         )
@@ -189,6 +204,7 @@ async def under_load(
 
 async def client(
     http: aiohttp.ClientSession,
+    opening: aiohttp.ClientSession,
     system: System,
     p: Plan,
     make: Callable[[Plan, bool, int], Iterator[tuple[bytes, bool]]],
@@ -198,7 +214,7 @@ async def client(
     seconds: float,
     whole: bool = False,
 ) -> None:
-    url, headers = await system.open(http)
+    url, headers = await system.open(opening)
     end = time.perf_counter() + seconds
     while True:
         for sent, timed in make(p, stream, next(seeds)):

@@ -26,7 +26,7 @@ from areal_gateway.feedback import give
 from areal_gateway.fields import mapping
 from areal_gateway.http import (
     JSON,
-    Handler,
+    ErrorBody,
     Streaming,
     answer,
     guarded,
@@ -35,6 +35,7 @@ from areal_gateway.http import (
     route_of,
     send,
     streaming,
+    tell,
 )
 from areal_gateway.online import Online, goes_on
 from areal_gateway.prepare import settle
@@ -48,25 +49,37 @@ KEEP_ALIVE_S = 10.0
 
 LABEL_HEADER = "x-areal-label-"
 
+Route = Callable[[Gateway, Incoming], Awaitable[Any]]
+"""It gives back what aiohttp wants to have of a handler, where the request came to aiohttp."""
+
 EVENTS = "text/event-stream; charset=utf-8"
+
+
+def _table() -> dict[str, tuple[Route, ErrorBody]]:
+    """What is served, by method and path, and how each words an error."""
+    openai_error = DIALECTS["/v1/chat/completions"].error
+    table: dict[str, tuple[Route, ErrorBody]] = {
+        "GET /v1/models": (models, openai_error),
+        "POST /v1/rewards": (rewards, openai_error),
+    }
+    table |= {f"POST {d.path}": (completions(d), d.error) for d in DIALECTS.values()}
+    return table | {f"POST {c.path}": (count(c), c.error) for c in COUNTERS.values()}
 
 
 def routes(app: web.Application) -> None:
     """Every path also exists under /s/{key}, for clients that cannot set a key."""
-    openai_error = DIALECTS["/v1/chat/completions"].error
     for prefix in ("", "/s/{key}"):
-        for dialect in DIALECTS.values():
-            app.router.add_post(prefix + dialect.path, guarded(completions(dialect), dialect.error))
-        for counter in COUNTERS.values():
-            app.router.add_post(prefix + counter.path, guarded(count(counter), counter.error))
-        app.router.add_get(prefix + "/v1/models", guarded(models, openai_error))
-        app.router.add_get(prefix + "/v1/models/{model:.+}", guarded(model, openai_error))
-        app.router.add_post(prefix + "/v1/rewards", guarded(rewards, openai_error))
+        for route, (handler, error) in _table().items():
+            method, path = route.split()
+            add = app.router.add_get if method == "GET" else app.router.add_post
+            add(prefix + path, guarded(handler, error))
+        named = guarded(model, DIALECTS["/v1/chat/completions"].error)
+        app.router.add_get(prefix + "/v1/models/{model:.+}", named)
 
 
-def plain_calls(gateway: Gateway) -> dict[str, connection.Handle]:
-    """What needs none of aiohttp, by path."""
-    return {d.path: plain(gateway, completions(d), d.error) for d in DIALECTS.values()}
+def plain_routes(gateway: Gateway) -> dict[str, connection.Handle]:
+    """What needs none of aiohttp, by method and path."""
+    return {route: plain(gateway, *handled) for route, handled in _table().items()}
 
 
 async def authenticate(gateway: Gateway, request: Incoming) -> Session | Online:
@@ -97,8 +110,8 @@ async def authenticate(gateway: Gateway, request: Incoming) -> Session | Online:
         raise
 
 
-def completions(dialect: Dialect) -> Callable[[Gateway, Incoming], Awaitable[Any]]:
-    async def handle(gateway: Gateway, request: Incoming) -> Streaming | None:
+def completions(dialect: Dialect) -> Route:
+    async def handle(gateway: Gateway, request: Incoming) -> Any:
         caller = await authenticate(gateway, request)
         session = caller if isinstance(caller, Session) else None
         try:
@@ -141,14 +154,14 @@ def completions(dialect: Dialect) -> Callable[[Gateway, Incoming], Awaitable[Any
     return handle
 
 
-def count(counter: Counter) -> Handler:
-    async def handle(gateway: Gateway, request: web.Request) -> web.StreamResponse:
+def count(counter: Counter) -> Route:
+    async def handle(gateway: Gateway, request: Incoming) -> Any:
         caller = await authenticate(gateway, request)
         body = await read_json(request)
         asked = counter.read(body, caller)
         known = caller.find(asked, b"", request) if isinstance(caller, Online) else caller
         tokens = await gateway.calls.count(known or gateway.online.blank(), asked)
-        return web.Response(body=counter.reply(tokens), content_type=JSON)
+        return await send(request, {"Content-Type": JSON}, counter.reply(tokens))
 
     return handle
 
@@ -236,9 +249,9 @@ def with_labels(asked: CallRequest, request: Incoming) -> CallRequest:
     return asked
 
 
-async def models(gateway: Gateway, request: web.Request) -> web.Response:
+async def models(gateway: Gateway, request: Incoming) -> Any:
     await authenticate(gateway, request)
-    return answer({"object": "list", "data": [_model(gateway, gateway.model)]})
+    return await tell(request, {"object": "list", "data": [_model(gateway, gateway.model)]})
 
 
 async def model(gateway: Gateway, request: web.Request) -> web.Response:
@@ -257,11 +270,11 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     }
 
 
-async def rewards(gateway: Gateway, request: web.Request) -> web.Response:
+async def rewards(gateway: Gateway, request: Incoming) -> Any:
     """An agent, or the service around it, rewards its own session; `response_id` says for which reply."""
     caller = await authenticate(gateway, request)
     body = mapping(await read_json(request))
     if isinstance(caller, Online):
-        return answer({"session_id": await caller.reward(body, request)})
+        return await tell(request, {"session_id": await caller.reward(body, request)})
     await give(gateway.sessions, caller.id, body)
-    return answer({"session_id": caller.id})
+    return await tell(request, {"session_id": caller.id})

@@ -65,7 +65,7 @@ async def read_json(request: Incoming, turns: Turns | None = None) -> Any:
 def route_of(request: Incoming) -> str:
     """The path as it was declared; the path as it was asked for may hold a key."""
     if isinstance(request, connection.Request):
-        return request.path
+        return request.route
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "(unknown path)"
 
@@ -90,6 +90,11 @@ async def send(request: Incoming, headers: dict[str, str], body: bytes) -> web.R
     await response.prepare(request)
     await response.write_eof()
     return response
+
+
+async def tell(request: Incoming, value: Any) -> web.Response | None:
+    """As `send`, of a value."""
+    return await send(request, {"Content-Type": JSON}, orjson.dumps(value))
 
 
 Streaming = web.StreamResponse | connection.Stream

@@ -1,4 +1,4 @@
-"""The application on a port: plain calls on our own connections, everything else on aiohttp's.
+"""The application on a port: an agent's requests on our own connections, everything else on aiohttp's.
 
 Invariant: a gateway that stops takes no new request, tells what its calls came to, and then closes every connection.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_gateway.agent import plain_calls
+from areal_gateway.agent import plain_routes
 from areal_gateway.connection import Connection
 from areal_gateway.core import GATEWAY
 
@@ -38,9 +38,9 @@ class GatewayRunner(web.AppRunner):
 
     def _factory(self, other: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
         gateway = self.app[GATEWAY]
-        handlers = plain_calls(gateway)
+        routes = plain_routes(gateway)
         limit = int(gateway.config.gateway.max_body_mib * 2**20)
-        return lambda: Connection(handlers, limit, other, self._connections)
+        return lambda: Connection(routes, limit, other, self._connections)
 
     async def shutdown(self) -> None:
         for connection in list(self._connections):
