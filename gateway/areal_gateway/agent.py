@@ -18,7 +18,7 @@ from aiohttp import web
 from areal_agent.errors import GatewayError
 from areal_gateway import auth, connection
 from areal_gateway.ahead import Ahead
-from areal_gateway.connection import Incoming
+from areal_gateway.connection import Incoming, readable
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
 from areal_gateway.exchange import CallRequest, Exchange
@@ -182,7 +182,8 @@ def begin(
 ) -> Exchange:
     """The exchange that this request repeats, or a new one."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    retry_key = request.headers.get("Idempotency-Key")
+    if (retry_key := request.headers.get("Idempotency-Key")) is not None:
+        retry_key = readable(retry_key)
     found = gateway.calls.find_retry(
         session, digest, retry_count=int(count) if count.isdecimal() else 0, retry_key=retry_key
     )
@@ -245,7 +246,7 @@ def with_labels(asked: CallRequest, request: Incoming) -> CallRequest:
     """`x-areal-label-NAME: value` headers, percent-encoded, join the labels of the body, and win."""
     for name, value in request.headers.items():
         if name.lower().startswith(LABEL_HEADER):
-            asked.labels[name[len(LABEL_HEADER) :].lower()[:64]] = unquote(value)[:512]
+            asked.labels[name[len(LABEL_HEADER) :].lower()[:64]] = unquote(readable(value))[:512]
     return asked
 
 

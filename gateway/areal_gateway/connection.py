@@ -326,6 +326,11 @@ def _text(said: bytes) -> str:
     return said.decode("utf-8", "surrogateescape")
 
 
+def readable(value: str) -> str:
+    """A header's value as it can be written down: bytes of it that are no UTF-8 as \\xNN."""
+    return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 _dated = (0, "")
 
 

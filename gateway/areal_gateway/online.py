@@ -22,7 +22,7 @@ from uuid import uuid4
 from areal_agent.config import RunConfig
 from areal_agent.errors import GatewayError
 from areal_gateway import canonical
-from areal_gateway.connection import Incoming
+from areal_gateway.connection import Incoming, readable
 from areal_gateway.exchange import CallRequest, exchange_id_of
 from areal_gateway.feedback import give
 from areal_gateway.ledger import Ledger
@@ -184,4 +184,4 @@ def goes_on(session: Session) -> bool:
 
 
 def name_of(request: Incoming) -> str:
-    return request.headers.get(SESSION_HEADER, "").strip()[:NAME_CHARS]
+    return readable(request.headers.get(SESSION_HEADER, "")).strip()[:NAME_CHARS]

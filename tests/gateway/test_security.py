@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_support import ADMIN_KEY, Served, make_app
+from gateway_support import ADMIN_KEY, PROJECT_KEY, Served, make_app
 
 from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError
@@ -160,3 +161,27 @@ class TestBind:
     def test_no_address_is_a_sentence(self) -> None:
         with pytest.raises(ConfigError, match="no address"):
             bind(GatewayConfig(host="no.such.host.invalid"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"online": {"enabled": True}}], ids=["session", "project"])
+@pytest.mark.parametrize("header", ["x-areal-label-node", "Idempotency-Key", "x-areal-session"])
+async def test_a_header_of_any_bytes_is_written_down(
+    tokens: Tokens, tmp_path: Path, header: str, settings: dict[str, Any]
+) -> None:
+    served = make_app(tokens, tmp_path, **settings)
+    await served.start()
+    key = PROJECT_KEY if settings else (await served.open())["api_key"]
+    body = json.dumps(ASK).encode()
+    head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: here", b"Content-Length: %d" % len(body)]
+    head += [b"Authorization: Bearer " + key.encode(), header.encode() + b": a\xffb", b"Connection: close"]
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+    writer.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    (row,) = served.ledger.histories([s.id for s in served.gateway.sessions.running()]).values()
+    (call,) = row.calls
+    told = {"x-areal-label-node": call.labels.get("node"), "Idempotency-Key": call.retry_key}
+    assert (
+        told.get(header, row.session.task_id.removeprefix("online:") if settings else "a\\xffb") == "a\\xffb"
+    )
+    await served.stop()

@@ -60,6 +60,12 @@ async def test_our_clients_speak_it_and_verify_it(
         async with GatewayClient(url, ADMIN_KEY) as client:
             session = await client.open_session("t")
             assert session.base_url == url + "/v1"
+            async with httpx.AsyncClient(trust_env=True) as agent:
+                asked = {"messages": [{"role": "user", "content": "hi"}]}
+                key = {"Authorization": f"Bearer {session.api_key}"}
+                answer = await agent.post(session.base_url + "/chat/completions", json=asked, headers=key)
+            assert answer.status_code == 200, answer.text
+            assert served.ledger.call_totals()[0] == {"complete": 1}
         trainer = TrainerClient(url, ADMIN_KEY)
         lease = await asyncio.to_thread(trainer.lease, groups=1, max_staleness=None, wait_s=0.0, lease_s=1.0)
         assert lease is None
