@@ -115,7 +115,7 @@ def completions(dialect: Dialect) -> Route:
         caller = await authenticate(gateway, request)
         session = caller if isinstance(caller, Session) else None
         try:
-            body = await read_json(request, gateway.turns)
+            body = await read_json(request)
             asked = with_labels(dialect.read(body, caller), request)
             config = gateway.config
             # What an evaluation measures is not the agent's to choose.

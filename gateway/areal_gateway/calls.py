@@ -34,7 +34,7 @@ from areal_gateway.rows import call_rows
 from areal_gateway.sessions import Session, check_open
 from areal_gateway.tokens import Tokens
 from areal_gateway.tree import Attachment
-from areal_gateway.turns import Turns
+from areal_gateway.turns import turns
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,6 @@ class Calls:
         ledger: Ledger,
         events: EventBus,
         metrics: Metrics,
-        turns: Turns,
         call_timeout_s: float,
     ) -> None:
         self._fleet = fleet
@@ -119,7 +118,6 @@ class Calls:
         self._ledger = ledger
         self._events = events
         self._metrics = metrics
-        self._turns = turns
         self._timeout_s = call_timeout_s
         self._pace = Pace()
         totals, self.tokens_sampled = ledger.call_totals()
@@ -230,7 +228,7 @@ class Calls:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._sample(exchange, prepared, sampling, index, sampled, stream)
-            await self._turns.turn()
+            await turns().turn()
             reply = read_reply(self._tokens, fmt, prepared.prompt_ids, sampled.ids, call_id)
             reason = sampled.fault()
             state = CallState.TRUNCATED if sampled.finish == "length" else CallState.COMPLETE

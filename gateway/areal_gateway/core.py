@@ -25,7 +25,6 @@ from areal_gateway.online import TASK as ONLINE_TASK
 from areal_gateway.online import Online
 from areal_gateway.sessions import Sessions
 from areal_gateway.tokens import Tokens
-from areal_gateway.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +100,12 @@ class Gateway:
             on_seal=self.leases.sealed,
             on_withdraw=self.leases.withdrawn,
         )
-        self.turns = Turns()
         self.calls = Calls(
             fleet=fleet,
             tokens=tokens,
             ledger=ledger,
             events=events,
             metrics=self.metrics,
-            turns=self.turns,
             call_timeout_s=config.fleet.call_timeout_s + config.gateway.hold_timeout_s + CALL_SLACK_S,
         )
         self.trainer: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from areal_gateway import connection
 from areal_gateway.connection import Incoming
 from areal_gateway.core import GATEWAY, Gateway
 from areal_gateway.ledger import LedgerError
-from areal_gateway.turns import Turns
+from areal_gateway.turns import turns
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class Refusal(NamedTuple):
     body: bytes
 
 
-async def read_json(request: Incoming, turns: Turns | None = None) -> Any:
-    """The parsed body, with `turns` in a turn that begins with the parsing.
+async def read_json(request: Incoming) -> Any:
+    """The parsed body, in a turn of the loop that begins with the parsing.
 
     Raises GatewayError: 413 too large (counted after decompression), 400 no JSON.
     """
@@ -54,8 +54,7 @@ async def read_json(request: Incoming, turns: Turns | None = None) -> Any:
         ) from e
     except web.RequestPayloadError as e:
         raise GatewayError(f"the request body cannot be read: {e}", status=400, code="invalid_body") from e
-    if turns is not None:
-        await turns.turn()
+    await turns().turn()
     try:
         return orjson.loads(raw or b"{}")
     except orjson.JSONDecodeError as e:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from weakref import WeakKeyDictionary
 
 A_PASS = 4
 """One a pass costs a sixth of the calls a second, in passes; with four of a millisecond the loop is soon free again."""
@@ -81,3 +82,15 @@ class Turns:
                 self._taken += 1
         if self._taken:
             loop.call_soon(self._next, loop)
+
+
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
+
+
+def turns() -> Turns:
+    """Those of the running loop: whoever computes on it shares them."""
+    loop = asyncio.get_running_loop()
+    found = _of_loops.get(loop)
+    if found is None:
+        found = _of_loops[loop] = Turns()
+    return found

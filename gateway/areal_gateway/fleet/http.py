@@ -20,7 +20,6 @@ from areal_agent.errors import EngineError
 from areal_gateway.fleet.process import MODEL_NAME
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused
 from areal_gateway.fleet.streams import Reply, Streams
-from areal_gateway.turns import Turns
 
 KEEPALIVE_S = 2.0
 """vLLM's server closes idle connections after 5 s; a pooled one must be dropped earlier than that."""
@@ -36,7 +35,6 @@ class EngineHTTP:
         self.model = model
         self._session: aiohttp.ClientSession | None = None
         self.streams = Streams(self.url, connect_s=CONNECT_S, keep_s=KEEPALIVE_S)
-        self.turns = Turns()
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -28,6 +28,7 @@ from areal_gateway.fleet.event import (
 from areal_gateway.fleet.http import EngineHTTP, error_text, events
 from areal_gateway.fleet.protocol import EngineLost, EngineRefused, EngineTimedOut
 from areal_gateway.fleet.types import EngineSampling
+from areal_gateway.turns import turns
 
 MANY = 8
 """Events that came at once are read in a turn of the event loop when they are more."""
@@ -68,7 +69,7 @@ async def pieces(
                 raise _failure(f"engine {http.url} answered {reply.status}: {said}", reply.status)
             async for batch in events(reply):
                 if len(batch) > MANY:
-                    await http.turns.turn()
+                    await turns().turn()
                 piece, fault = _piece(http.url, read, batch, n, top)
                 if piece is not None:
                     n += len(piece.token_ids)
