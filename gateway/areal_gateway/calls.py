@@ -62,7 +62,8 @@ class Sampled:
     def add(self, chunk: Chunk) -> None:
         self.ids += chunk.token_ids
         self.logprobs += chunk.logprobs
-        self.top += [tuple(t) for t in chunk.top] if chunk.top is not None else [()] * len(chunk.token_ids)
+        if chunk.top is not None:
+            self.top += [tuple(t) for t in chunk.top]
         if chunk.finish_reason is not None:
             self.finish = chunk.finish_reason
         if chunk.spans is not None:
@@ -70,7 +71,8 @@ class Sampled:
 
     def told(self, start: int) -> tuple[Told, ...]:
         """The tokens from `start` on."""
-        columns = zip(self.ids[start:], self.logprobs[start:], self.top[start:], strict=True)
+        top = self.top[start:] if self.top else [()] * (len(self.ids) - start)
+        columns = zip(self.ids[start:], self.logprobs[start:], top, strict=True)
         return tuple(Told(t, math.nan if p is None else p, top) for t, p, top in columns)
 
     def fault(self) -> str | None:

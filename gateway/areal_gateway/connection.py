@@ -282,14 +282,13 @@ class Connection(asyncio.Protocol):
 
 
 class _Head:
-    """The head of a request, for httptools."""
+    """The head of a request, for httptools. It does not keep the parser, which keeps it: each call would leave a
+    circle behind for the garbage collector to find."""
 
     def __init__(self, connection: Connection, data: bytes) -> None:
         self._connection, self._data = connection, data
-        self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._headers: list[tuple[str, str]] = []
-        self._close = False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -298,12 +297,9 @@ class _Head:
         # As aiohttp: white space around a value is none of it, whatever is no UTF-8 comes through unchanged.
         self._headers.append((_text(name), _text(value.strip(b" \t"))))
 
-    def on_headers_complete(self) -> None:
-        self._close = not self._parser.should_keep_alive()  # a request without a body is forgotten after this
-
     def request(self, routes: Mapping[str, Any], max_body: int) -> tuple[Request, int, int] | None:
         """The request, and where its body begins and ends; None where it is not of the plain form."""
-        parser = self._parser
+        parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(self._data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -318,8 +314,13 @@ class _Head:
         length = int(headers.get("content-length", "0" if route.startswith("GET ") else "-1"))
         if route not in routes or not 0 <= length <= max_body or any(name in headers for name in UNPLAIN):
             return None
-        request = Request(self._connection, route, match_info, headers, self._close)
+        request = Request(self._connection, route, match_info, headers, _closes(headers))
         return request, len(self._data), len(self._data) + length
+
+
+def _closes(headers: CIMultiDict[str]) -> bool:
+    """Whether the client wants the connection's end after this request."""
+    return any(t.strip().lower() == "close" for v in headers.getall("connection", ()) for t in v.split(","))
 
 
 def _text(said: bytes) -> str:

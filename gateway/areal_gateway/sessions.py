@@ -166,6 +166,7 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         del self._open[session.id]
         del self._by_key[session.record.key_hash]
+        session.exchanges.clear()  # each refers to its session: the collector would have to find this circle
         self._metrics.sessions.set(len(self._open))
 
     @property

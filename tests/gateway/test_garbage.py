@@ -1,0 +1,90 @@
+"""A call leaves no circle of references: the collector of garbage is told to look seldom, for it stops the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gateway_support import Reply, Served, tool_call
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+}
+
+
+@pytest.fixture
+def garbage() -> Iterator[list[Any]]:
+    """What only the collector could find; it keeps it for us to see."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    yield gc.garbage
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.unfreeze()
+    gc.collect()
+
+
+def ours(found: list[Any]) -> Counter[str]:
+    """Of it what the gateway made: its objects, and what runs its code."""
+    out: Counter[str] = Counter()
+    for x in found:
+        code = next(
+            (c for n in ("cr_code", "ag_code", "gi_code", "f_code") if (c := getattr(x, n, None))), None
+        )
+        where = code.co_filename if code is not None else type(x).__module__
+        if isinstance(getattr(x, "__qualname__", None), str):
+            where = str(getattr(x, "__module__", ""))
+        if "areal_gateway" in where or "httptools" in where:
+            out[f"{type(x).__qualname__} {getattr(x, '__qualname__', '')}"] += 1
+    return out
+
+
+async def turn(served: Served, key: str, path: str, body: dict[str, Any]) -> None:
+    """Over a connection of its own, and with no client's library: theirs leave circles."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+    writer.write(head.encode() + raw)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    end = b"0\r\n\r\n" if body.get("stream") else b"}"
+    await reader.readuntil(end)
+    writer.close()
+    await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_call_leaves_no_garbage(served: Served, path: str, stream: bool, garbage: list[Any]) -> None:
+    served.fleet.rule = lambda _: Reply("so " * 20 + tool_call(), chunk=3)
+    session = await served.open()
+    await turn(served, session["api_key"], path, ASKED[path] | {"stream": stream})  # what is made once
+    gc.freeze()  # whatever was there, of other tests as well, is not looked at
+    garbage.clear()
+    for _ in range(3):
+        await turn(served, session["api_key"], path, ASKED[path] | {"stream": stream})
+    gc.collect()
+    assert not ours(garbage)
+
+
+async def test_nor_does_a_session_that_is_sealed(served: Served, garbage: list[Any]) -> None:
+    async def lived() -> None:
+        session = await served.open()
+        for _ in range(2):
+            await turn(served, session["api_key"], "/v1/messages", ASKED["/v1/messages"])
+        await served.seal(session, reward=1.0)
+
+    await lived()
+    gc.freeze()
+    garbage.clear()
+    await lived()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert not ours(garbage)
