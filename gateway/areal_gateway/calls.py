@@ -209,6 +209,7 @@ class Calls:
         elif error is None and (failure := task.exception()) is not None:
             error = _as_gateway_error(failure)
         exchange.session.running.discard(exchange)
+        exchange.task = None  # with it goes all that it worked with
         exchange.end(error)
         if error is not None:
             exchange.session.last_error = str(error)
@@ -218,6 +219,8 @@ class Calls:
     async def _call(self, exchange: Exchange, prepared: Prepared, index: int, sibling: int) -> None:
         """One sibling: sample, read, commit. Raises GatewayError after the call was committed as failed."""
         session, request = exchange.session, exchange.request
+        parent = prepared.attachment.parent
+        same_tools = parent is not None and parent.tools_key == prepared.attachment.tools_key
         call_id = token_hex(16)
         sampling = prepared.sampling
         if (seed := seed_of(session.record.sampling, prepared.prompt_ids, sibling)) is not None:
@@ -266,7 +269,7 @@ class Calls:
                 session_id=session.id,
                 exchange_id=exchange.exchange_id,
                 index=index,
-                parent_id=prepared.attachment.parent.record.call_id if prepared.attachment.parent else None,
+                parent_id=parent.record.call_id if parent else None,
                 cause=prepared.attachment.cause.value if prepared.attachment.cause else None,
                 state=state,
                 reason=reason,
@@ -276,7 +279,7 @@ class Calls:
                 retry_key=exchange.retry_key,
                 labels=request.labels,
                 messages=prepared.attachment.new_messages,
-                tools=request.tools,
+                tools=parent.record.tools if parent and same_tools else request.tools,
                 reply=reply,
                 shared=prepared.shared,
                 suffix_ids=prepared.prompt_ids[prepared.shared :],
@@ -289,7 +292,7 @@ class Calls:
                 started_at=started,
                 ended_at=time.time(),
             )
-            written = self._commit(session, record, prepared.attachment)
+            written = self._commit(session, record, prepared.attachment, tools_written=same_tools)
         if error is not None:
             raise error
         before = time.perf_counter()
@@ -361,10 +364,10 @@ class Calls:
         self._metrics.tokens.inc(len(sampled.ids))
         self._metrics.call_seconds.observe(seconds)
 
-    def _commit(self, session: Session, record: CallRecord, attachment: Attachment) -> asyncio.Future[None]:
+    def _commit(
+        self, session: Session, record: CallRecord, attachment: Attachment, *, tools_written: bool
+    ) -> asyncio.Future[None]:
         """Into the ledger's queue, the session's history and its tree, all in this order and at once."""
-        parent = attachment.parent
-        tools_written = parent is not None and parent.tools_key == attachment.tools_key
         written = self._ledger.append(*call_rows(record, tools_written=tools_written))
         session.add(record)
         session.tree.add(record, attachment)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +97,12 @@ class CallRequest:
         return self.n * max(1, len(self.prompts))
 
 
+@cache
+def forgotten(dialect: str) -> CallRequest:
+    """What is kept of a request that has ended: nothing."""
+    return CallRequest(dialect, "", [])
+
+
 class Told(NamedTuple):
     """One sampled token as a client is told of it.
 
@@ -152,8 +159,8 @@ class Exchange:
     def restored(cls, session: Session, records: list[CallRecord]) -> Exchange:
         """A finished exchange read back from the ledger, to be replayed if all its calls were replied."""
         head = records[0]
-        request = CallRequest(head.dialect, "", [], n=len(records))
-        self = cls(session, request, head.digest, head.retry_key)
+        self = cls(session, forgotten(head.dialect), head.digest, head.retry_key)
+        self.choices = len(records)
         self.exchange_id, self.created = head.exchange_id, head.started_at
         self.records = sorted((r for r in records if r.state in REPLIED), key=lambda r: r.index)
         self.prompt_tokens = head.prompt_length
@@ -177,8 +184,7 @@ class Exchange:
         self.error = error
         self.finished = True
         self.records.sort(key=lambda r: r.index)
-        r = self.request
-        self.request = CallRequest(r.dialect, r.model, [], n=r.n)  # a retry brings the rest again
+        self.request = forgotten(self.request.dialect)  # a retry brings the rest again
         self._wake()
         self.forget()
 

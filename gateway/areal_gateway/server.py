@@ -32,7 +32,7 @@ from areal_gateway.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
-YOUNG = 100_000
+YOUNG = 50_000
 """New objects, those gone again not counted, after which the garbage collector looks at them."""
 
 SHUTDOWN_S = 3.0
@@ -153,7 +153,7 @@ def spare_the_loop() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 50)
+    gc.set_threshold(YOUNG, 10, 50)
 
 
 def bind(config: GatewayConfig) -> socket.socket:
