@@ -4,7 +4,8 @@ Invariant: the same results as `Tokens` gives, id for id and word for word.
 
 The renderer scans prompt and reply in Python, several times over, for the marks of a reasoning region. Where
 there is none, what it says depends on the ends alone, and those are what it is given: how the prompt's last
-turn begins, how the reply ends, what its tool calls say. What it puts around tool results is asked of it once.
+turn begins, how the reply ends, what its tool calls say. What it puts around tool results, and around a first
+question to the same system prompt and tools, is asked of it once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from renderers import ParsedResponse
 
+from areal_gateway.repeated_texts import RepeatedTexts
 from areal_gateway.tokens import Tokens
 
 MOST_RESULTS = 8
@@ -28,6 +31,31 @@ class Qwen3Tokens(Tokens):
         super().__init__(*args, **rest)
         self._frames: dict[tuple[int, int], list[list[int]]] = {}
         """What stands around tool results, by the token that ended the reply before and how many there are."""
+        self._blank = RepeatedTexts(lambda opening, _: self._first(*orjson.loads(opening)))
+        """First turns with nothing asked, by what comes before."""
+        self._asked = self.tokenizer.encode(_asked(""))
+        self._after = len(self._first(None, [])) - 1 - len(self._asked)
+        """Ids that follow a first question, up to the reply."""
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """See Tokens.render."""
+        if [m.get("role") for m in messages] not in (["user"], ["system", "user"]):
+            return super().render(messages, tools)
+        question, system = messages[-1].get("content"), None
+        if len(messages) > 1 and not isinstance(system := messages[0].get("content"), str):
+            return super().render(messages, tools)
+        if not isinstance(question, str):
+            return super().render(messages, tools)
+        blank = self._blank.encode(orjson.dumps([system, tools]).decode(), False)
+        begin, end = len(blank) - self._after - len(self._asked), len(blank) - self._after
+        if blank[begin:end] != self._asked:  # not what it is taken for
+            return super().render(messages, tools)
+        return blank[:begin] + self.tokenizer.encode(_asked(question)) + blank[end:]
+
+    def _first(self, system: str | None, tools: list[dict[str, Any]]) -> list[int]:
+        """A first turn in which nothing is asked."""
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return super().render([*messages, {"role": "user", "content": ""}], tools)
 
     def bridge(
         self,
@@ -111,6 +139,11 @@ def _tool_results(messages: list[dict[str, Any]]) -> list[str]:
     """The texts, where the messages are nothing else and not many; what agents mostly go on with."""
     texts = [text for m in messages if m["role"] == "tool" and isinstance(text := m.get("content"), str)]
     return texts if len(texts) == len(messages) <= MOST_RESULTS else []
+
+
+def _asked(text: str) -> str:
+    """As the renderer tokenises what a user says: one text with the role before it."""
+    return f"user\n{text}"
 
 
 def _framed(text: str) -> str:

@@ -38,6 +38,42 @@ def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    system=st.none() | words,
+    asked=st.lists(words | st.sampled_from(["", "\n", " \n x ", "user\n", "'s"]), min_size=1, max_size=3),
+    tools=st.sampled_from([[], TOOLS]),
+)
+def test_first_questions_are_framed_the_same(
+    tokens: Tokens, system: str | None, asked: list[str], tools: list[dict]
+) -> None:
+    """Whatever they say, and the system prompt before them: the markup of turns included."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    for question in asked:
+        messages = [*before, {"role": "user", "content": question}]
+        assert tokens.render(messages, tools) == Tokens.render(tokens, messages, tools)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]}],
+        [{"role": "system", "content": [{"type": "text", "text": "Add."}]}, USER],
+        [USER, USER],
+        [{"role": "system", "content": "Add."}, {"role": "system", "content": "Now."}, USER],
+        [{"role": "system", "content": "Add."}],
+        [{"role": "assistant", "content": "five"}, USER],
+        [{"role": "system"}, USER],
+    ],
+)
+def test_other_beginnings_too(tokens: Tokens, messages: list[dict]) -> None:
+    assert tokens.render(messages, TOOLS) == Tokens.render(tokens, messages, TOOLS)
+
+
 @settings(max_examples=400, deadline=None)
 @example(began="<|im_start|>assistant\n<think>", said="", ended="")
 @given(began=words, said=words, ended=st.sampled_from(["", "<|im_end|>", "<|endoftext|>"]))
