@@ -219,7 +219,9 @@ async def stream(
     except Exception as e:
         if not response.prepared:
             raise
-        if not isinstance(e, GatewayError):
+        if isinstance(e, GatewayError):
+            e.__traceback__ = None  # see Exchange.end
+        else:
             log.exception("session %s: the stream of a reply failed", session.id)
             e = GatewayError(
                 "the gateway failed on this request; its log says why", status=500, code="internal"

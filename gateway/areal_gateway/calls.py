@@ -125,6 +125,8 @@ class Calls:
         totals, self.tokens_sampled = ledger.call_totals()
         self.totals: dict[str, int] = {s.value: totals.get(s.value, 0) for s in CallState}
         self.running = 0
+        self.stopping = False
+        """No call is started any more."""
 
     def find_retry(
         self, session: Session, digest: bytes, *, retry_count: int, retry_key: str | None
@@ -176,6 +178,8 @@ class Calls:
         self, session: Session, request: CallRequest, digest: bytes, retry_key: str | None, ahead: Ahead
     ) -> Exchange:
         """Start what was prepared. Raises GatewayError when it cannot be served (any more)."""
+        if self.stopping:
+            raise stopping()
         check_open(session)
         prepared = ahead.prepared if ahead.holds(session) else prepare_all(self._tokens, session, request)
         exchange = Exchange(session, request, digest, retry_key)
@@ -205,7 +209,7 @@ class Calls:
         """However the task ended, its listeners hear of it."""
         error = exchange.error
         if error is None and task.cancelled():
-            error = GatewayError("the gateway is stopping; try again", status=503, code="stopping")
+            error = stopping()
         elif error is None and (failure := task.exception()) is not None:
             error = _as_gateway_error(failure)
         exchange.session.running.discard(exchange)
@@ -316,7 +320,7 @@ class Calls:
                 raise GatewayError(
                     f"the reply could not be streamed: {e}", status=500, code="stream_error"
                 ) from e
-            rest = sampled.told(stream.told) if request.logprobs else ()
+            rest = sampled.told(stream.told) if request.tells else ()
             exchange.say(Said(index, record=record, logprobs=rest))
 
     async def _sample(
@@ -339,7 +343,7 @@ class Calls:
                     deltas = stream.feed(sampled.ids)
                     for i, delta in enumerate(deltas):
                         fresh: tuple[Told, ...] = ()
-                        if i == 0 and exchange.request.logprobs:
+                        if i == 0 and exchange.request.tells:
                             fresh, stream.told = sampled.told(stream.told), len(sampled.ids)
                         exchange.say(Said(index, delta, logprobs=fresh))
         if sampled.finish is None:
@@ -391,6 +395,10 @@ class Calls:
             labels=record.labels,
         )
         return written
+
+
+def stopping() -> GatewayError:
+    return GatewayError("the gateway is stopping; try again", status=503, code="stopping")
 
 
 def _as_gateway_error(failure: BaseException) -> GatewayError:

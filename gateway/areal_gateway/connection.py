@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, cast
@@ -26,8 +28,11 @@ from multidict import CIMultiDict
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD = 16 * 1024
-"""Longest head of a request that is read here."""
+MAX_HEAD, MAX_HEADERS = 8190, 128
+"""Longest head of a request that is read here, and most headers in it; aiohttp has these limits for each header."""
+
+BEGINNINGS = b"POST ", b"GET "
+"""Of what is read here."""
 
 READ_AHEAD = 2**18
 """Bytes of requests to come that may wait while one is answered."""
@@ -38,7 +43,7 @@ IDLE_S = 3630.0
 KEYED = re.compile(r"/s/([A-Za-z0-9_-]+)(/.+)")
 """A path with the key in it, for clients that cannot set one elsewhere, and the path without it."""
 
-UNPLAIN = frozenset({"content-encoding", "expect", "transfer-encoding", "upgrade"})
+UNPLAIN = frozenset({"content-encoding", "expect", "sec-websocket-key1", "transfer-encoding", "upgrade"})
 """Headers of requests that are left to aiohttp."""
 
 Handle = Callable[["Request"], Awaitable[None]]
@@ -52,9 +57,10 @@ class Request:
         route: method and path as declared, without a key.
         match_info: {"key": KEY} where the path has one.
         close: the client asks for the connection's end after the answer.
+        begun: whether any of an answer was handed over: another would be read as a part of it.
     """
 
-    __slots__ = ("_body", "_connection", "close", "headers", "match_info", "route")
+    __slots__ = ("_body", "_connection", "begun", "close", "headers", "match_info", "route")
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Request:
         close: bool,
     ) -> None:
         self.route, self.match_info, self.headers, self.close = route, match_info, headers, close
+        self.begun = False
         self._connection = connection
         self._body = b""
 
@@ -81,20 +88,25 @@ class Request:
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """All of it at once. Raises ConnectionResetError: the client is gone."""
         head = _head(status, {**headers, "Content-Length": str(len(body))}, self.close)
-        await self._connection.send(head + body)
+        await self.send(head + body)
 
     def stream(self, headers: Mapping[str, str]) -> Stream:
-        return Stream(self, self._connection, headers)
+        return Stream(self, headers)
+
+    async def send(self, data: bytes) -> None:
+        """Some of the answer, as it goes over the wire."""
+        self.begun = True
+        await self._connection.send(data)
 
 
 class Stream:
     """A response of unknown length, as `aiohttp.web.StreamResponse`; its head goes with its first bytes."""
 
-    __slots__ = ("_connection", "_head", "prepared")
+    __slots__ = ("_head", "_request", "prepared")
 
-    def __init__(self, request: Request, connection: Connection, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: Request, headers: Mapping[str, str]) -> None:
         self.prepared = False
-        self._connection = connection
+        self._request = request
         self._head = _head(200, {**headers, "Transfer-Encoding": "chunked"}, request.close)
 
     async def prepare(self, _: Request) -> None:
@@ -111,21 +123,29 @@ class Stream:
 
     async def _send(self, data: bytes) -> None:
         head, self._head = self._head, b""
-        await self._connection.send(head + data)
+        await self._request.send(head + data)
+
+
+@dataclass
+class Connections:
+    """Those of one server: the open ones, and whether there are to be no more."""
+
+    open: set[Connection] = field(default_factory=set)
+    stopping: bool = False
 
 
 class Connection(asyncio.Protocol):
     """`routes`: by method and path. `max_body`: of a request that is read here, in bytes. `other` makes aiohttp's
-    protocol. `open` has those that are neither closed nor aiohttp's."""
+    protocol. `among` has those that are neither closed nor aiohttp's."""
 
     def __init__(
         self,
         routes: Mapping[str, Handle],
         max_body: int,
         other: Callable[[], asyncio.Protocol],
-        open: set[Connection],
+        among: Connections,
     ) -> None:
-        self._routes, self._max_body, self._other, self._open = routes, max_body, other, open
+        self._routes, self._max_body, self._other, self._among = routes, max_body, other, among
         self._transport: asyncio.Transport | None = None
         self._chunks: list[bytes] = []
         """What came and was not read yet."""
@@ -146,7 +166,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._open.add(self)
+        if self._among.stopping:
+            self._transport.abort()
+            return
+        self._among.open.add(self)
+        # Who vanished during a long call is found out.
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         loop = asyncio.get_running_loop()
         self._heard = loop.time()
         self._idle = loop.call_later(IDLE_S, self._look, loop)
@@ -186,13 +212,16 @@ class Connection(asyncio.Protocol):
 
     async def send(self, data: bytes) -> None:
         """Hand it over, and wait while too much waits. Raises ConnectionResetError: there is no connection."""
-        if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("the client is gone")
+        self._check()
+        assert self._transport is not None
         self._transport.write(data)
         if self._writable is not None:
             await asyncio.shield(self._writable)  # the future is everybody's
-            if self._transport is None:
-                raise ConnectionResetError("the client is gone")
+        self._check()  # a write that fails closes the transport, and says nothing
+
+    def _check(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
 
     def end(self) -> None:
         """After the answer that is being given, if one is, else at once."""
@@ -201,6 +230,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
+        self._ending = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -212,7 +242,7 @@ class Connection(asyncio.Protocol):
         self._chunks = [data]
         if self._request is None:
             end = data.find(b"\r\n\r\n", 0, MAX_HEAD)
-            if end < 0 and self._size < MAX_HEAD:
+            if end < 0 and self._size < MAX_HEAD and _may_be_plain(data):
                 self._needed = self._size + 1
                 return
             self._request = _Head(self, data[: end + 4]).request(self._routes, self._max_body)
@@ -241,10 +271,10 @@ class Connection(asyncio.Protocol):
             self.abort()
         finally:
             self._task = None
-        if self._transport is None:
-            return
+            self._heard = asyncio.get_running_loop().time()
         if request.close or self._ending:
-            self._transport.close()
+            self.end()
+        if self._transport is None or self._ending:
             return
         if self._size > READ_AHEAD:
             self._transport.resume_reading()
@@ -263,7 +293,8 @@ class Connection(asyncio.Protocol):
 
     def _closed(self) -> None:
         self._transport = None
-        self._open.discard(self)
+        self._among.open.discard(self)
+        self._chunks, self._size, self._request = [], 0, None  # a circle, with a body that was on its way
         if self._idle is not None:
             self._idle.cancel()
 
@@ -281,6 +312,13 @@ class Connection(asyncio.Protocol):
             writable.set_result(None)
 
 
+def _may_be_plain(data: bytes) -> bool:
+    """Whether these may be the first bytes of a request that is read here. Who begins otherwise is told at once: TLS
+    on a port without it, for instance."""
+    begins = any(data.startswith(b) or b.startswith(data) for b in BEGINNINGS)
+    return begins and data.count(b"\n") == data.count(b"\r\n")
+
+
 class _Head:
     """The head of a request, for httptools. It does not keep the parser, which keeps it: each call would leave a
     circle behind for the garbage collector to find."""
@@ -289,6 +327,13 @@ class _Head:
         self._connection, self._data = connection, data
         self._url = b""
         self._headers: list[tuple[str, str]] = []
+        self._seen = ""
+
+    def on_message_begin(self) -> None:
+        self._seen += "b"
+
+    def on_headers_complete(self) -> None:
+        self._seen += "h"
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -304,13 +349,19 @@ class _Head:
             parser.feed_data(self._data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return None
-        if not self._url or parser.get_http_version() != "1.1":
+        if self._seen != "bh" or parser.get_http_version() != "1.1":  # one head, and all of it
             return None
-        path, match_info = self._url.decode("ascii", "replace"), {}
+        path, match_info = self._url.decode("ascii", "replace").partition("?")[0], {}
         if (keyed := KEYED.fullmatch(path)) is not None:
             path, match_info = keyed[2], {"key": keyed[1]}
         route = f"{parser.get_method().decode()} {path}"
         headers = CIMultiDict(self._headers)
+        if (
+            len({n.lower() for n in headers}) != len(headers)
+            or len(headers) > MAX_HEADERS
+            or "host" not in headers
+        ):
+            return None
         length = int(headers.get("content-length", "0" if route.startswith("GET ") else "-1"))
         if route not in routes or not 0 <= length <= max_body or any(name in headers for name in UNPLAIN):
             return None
@@ -320,7 +371,7 @@ class _Head:
 
 def _closes(headers: CIMultiDict[str]) -> bool:
     """Whether the client wants the connection's end after this request."""
-    return any(t.strip().lower() == "close" for v in headers.getall("connection", ()) for t in v.split(","))
+    return any(t.strip().lower() == "close" for t in headers.get("connection", "").split(","))
 
 
 def _text(said: bytes) -> str:

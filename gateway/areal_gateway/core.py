@@ -135,6 +135,7 @@ class Gateway:
 
     def stop_calls(self) -> list[asyncio.Task[None]]:
         """Abort everything in flight; the tasks end once their calls are in the ledger's queue."""
+        self.calls.stopping = True
         tasks = []
         for session in self.sessions.running():
             for exchange in list(session.running):

@@ -65,7 +65,7 @@ class CallRequest:
     that looks like a tool call stays text. `max_tokens` None: as far as the context goes. `after`: the exchange
     that the client says it continues, which decides among calls that said the same. `prompts`: instead of
     messages, raw prompts, each of which makes `n` calls; their replies are plain text. `top_logprobs`: how many
-    of the likeliest tokens to tell at each position. `constraint`: what a reply may be, None where it is free.
+    of the likeliest tokens to tell at each position. `token_ids`: the ids are told. `constraint`: what a reply may be, None where it is free.
     `wishes`: the sampling it may choose, None where the run pins it.
     `notes` are the dialect's own, for wording its reply; the core never reads them.
     """
@@ -83,6 +83,7 @@ class CallRequest:
     include_usage: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    token_ids: bool = False
     constraint: Constraint | None = None
     wishes: Wishes | None = None
     ignored: tuple[str, ...] = ()
@@ -90,6 +91,11 @@ class CallRequest:
     after: str | None = None
     prompts: tuple[Prompt, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the client is told of each token."""
+        return self.logprobs or self.token_ids
 
     @property
     def choices(self) -> int:
@@ -181,6 +187,8 @@ class Exchange:
         self._wake()
 
     def end(self, error: GatewayError | None) -> None:
+        if error is not None:  # it is kept, and with where it came from all that was worked with there
+            error.__traceback__ = error.__cause__ = error.__context__ = None
         self.error = error
         self.finished = True
         self.records.sort(key=lambda r: r.index)

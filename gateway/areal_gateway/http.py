@@ -126,6 +126,9 @@ def guarded(
         except web.HTTPException:
             raise
         except Exception as e:
+            if request.writer.output_size:
+                log.exception("%s failed after its answer had begun", route_of(request))
+                raise ConnectionResetError("an answer cannot be given twice") from e
             status, headers, body = refusal(gateway, request, e, error_body)
             return web.Response(status=status, headers=headers, body=body)
 
@@ -141,6 +144,8 @@ def plain(
         try:
             await handler(gateway, request)
         except Exception as e:
+            if request.begun:
+                raise
             await request.answer(*refusal(gateway, request, e, error_body))
 
     return handle
@@ -160,6 +165,7 @@ def refusal(gateway: Gateway, request: Incoming, failure: Exception, error_body:
         error = GatewayError(
             "the gateway failed on this request; its log says why", status=500, code="internal"
         )
+    failure.__traceback__ = None  # it may be kept, see Exchange.end
     gateway.metrics.refused.labels(error.code or "error").inc()
     status = error.status or 500
     headers = {"Content-Type": JSON}

@@ -12,8 +12,11 @@ from typing import Any
 from aiohttp import web
 
 from areal_gateway.agent import plain_routes
-from areal_gateway.connection import Connection
+from areal_gateway.connection import Connection, Connections
 from areal_gateway.core import GATEWAY
+
+ABORT_S = 1.0
+"""Longest that answers which were broken off may take to end."""
 
 
 class GatewayRunner(web.AppRunner):
@@ -25,7 +28,7 @@ class GatewayRunner(web.AppRunner):
         # Without it, a client that leaves would go unnoticed.
         settings = {"handler_cancellation": True, "access_log": None, **settings}
         super().__init__(app, shutdown_timeout=shutdown_timeout, **settings)
-        self._connections: set[Connection] = set()
+        self._connections = Connections()
         self._stop_s = shutdown_timeout
 
     @property
@@ -43,10 +46,17 @@ class GatewayRunner(web.AppRunner):
         return lambda: Connection(routes, limit, other, self._connections)
 
     async def shutdown(self) -> None:
-        for connection in list(self._connections):
+        ours = self._connections
+        ours.stopping = True
+        for connection in list(ours.open):
             connection.end()
         await super().shutdown()
-        if tasks := [c.task for c in self._connections if c.task is not None]:
-            await asyncio.wait(tasks, timeout=self._stop_s)
-        for connection in list(self._connections):
+        await self._answered(self._stop_s)
+        for connection in list(ours.open):
             connection.abort()
+        await self._answered(ABORT_S)
+
+    async def _answered(self, within_s: float) -> None:
+        """Until no request is being answered any more, or that long."""
+        if tasks := [c.task for c in self._connections.open if c.task is not None]:
+            await asyncio.wait(tasks, timeout=within_s)

@@ -156,8 +156,12 @@ class ScriptedFleet:
                 asked.output_ids += ids[part]
                 top = likeliest(ids[part], logprobs[part], sampling.top_logprobs)
                 yield Chunk(ids[part], logprobs[part], top=top)
-            if reply.error is not None:
-                raise reply.error
+            if (error := reply.error) is not None:
+                reply = Reply()
+                try:
+                    raise error
+                finally:
+                    del error  # a frame that keeps its own error is a circle
             if reply.finish is not None:
                 yield Chunk([], [], reply.finish, None if reply.no_spans else spans)
             asked.ended = "done"

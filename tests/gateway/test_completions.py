@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,14 @@ class TestTurns:
         session = await served.open()
         prompt = served.fleet.encode(PROMPT)
         for _ in range(3):
-            body = {"prompt": prompt, "return_token_ids": True}
-            _, _, answer = await post(served, session, body)
-            prompt = [*prompt, *answer["choices"][0]["token_ids"], *served.fleet.encode("\n" + THEN)]
+            body = {"prompt": prompt, "return_token_ids": True, "stream": stream}
+            _, _, answer = await served.post(session, body, path="/v1/completions")
+            events = (
+                [json.loads(e[5:]) for e in answer.split(b"\n\n") if e[5:8] == b' {"'] if stream else [answer]
+            )
+            told = [t for e in events for c in e["choices"] for t in c["token_ids"]]
+            assert told == served.fleet.asked[-1].output_ids
+            prompt = [*prompt, *told, *served.fleet.encode("\n" + THEN)]
         await served.one_branch(session)
 
     async def test_a_stop_string_that_the_client_puts_back(self, served: Served) -> None:

@@ -4,9 +4,13 @@ answers are those that aiohttp alone gives."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import gzip
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import inspect
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +18,29 @@ from typing import Any
 import httptools
 import orjson
 import pytest
+import uvloop
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gateway import connection
-from areal_gateway.connection import Connection, Request
+from areal_gateway.connection import Connection, Connections, Request
 
 LIMIT = 2000
 Answer = tuple[int, bytes]
+
+
+def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Production runs on uvloop, or where there is none on asyncio's loop; their transports differ."""
+
+    def each(run: Callable[[Any], Any], **arguments: Any) -> None:
+        run(test(**arguments))
+
+    each.__name__, each.__doc__, each.__module__ = test.__name__, test.__doc__, test.__module__
+    parameters = inspect.signature(test).parameters.values()
+    ours = inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    each.__signature__ = inspect.Signature([ours, *parameters])  # type: ignore[attr-defined]
+    return pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])(each)
 
 
 def described(key: str | None, tag: str | None, body: bytes) -> bytes:
@@ -43,7 +61,7 @@ async def aiohttp_echo(request: web.Request) -> web.Response:
 class Sides:
     ours: int
     theirs: int
-    open: set[Connection]
+    connections: Connections
     handed_over: list[Any]
 
 
@@ -56,7 +74,7 @@ async def serving(**more: Callable[[Request], Awaitable[None]]) -> AsyncIterator
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     other: Any = runner.server
-    open: set[Connection] = set()
+    connections = Connections()
     handed_over: list[Any] = []
 
     def handed() -> Any:
@@ -65,14 +83,16 @@ async def serving(**more: Callable[[Request], Awaitable[None]]) -> AsyncIterator
 
     routes = {"POST /echo": echo} | {f"POST /{name}": handler for name, handler in more.items()}
     loop = asyncio.get_running_loop()
-    ours = await loop.create_server(lambda: Connection(routes, LIMIT, handed, open), "127.0.0.1", 0)
+    ours = await loop.create_server(lambda: Connection(routes, LIMIT, handed, connections), "127.0.0.1", 0)
     theirs = await loop.create_server(other, "127.0.0.1", 0)
     try:
-        yield Sides(ours.sockets[0].getsockname()[1], theirs.sockets[0].getsockname()[1], open, handed_over)
+        yield Sides(
+            ours.sockets[0].getsockname()[1], theirs.sockets[0].getsockname()[1], connections, handed_over
+        )
     finally:
         ours.close()
         theirs.close()
-        for c in list(open):
+        for c in list(connections.open):
             c.abort()
         await runner.cleanup()
 
@@ -134,6 +154,9 @@ requests = st.one_of(
                 "X-Tag: \udcff",
                 "X-Tag:",
                 "Connection: keep-alive",
+                "Accept: a\r\nAccept: b",
+                "X-Tag: 1\r\nX-TAG: 2",
+                "X-Tag: " + "t" * 8000,
             ]
         ),
     ),
@@ -163,9 +186,12 @@ requests = st.one_of(
 LAST = post("/echo", b"the last", "Connection: close")
 
 
-@given(st.data())
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_requests_in_any_pieces_are_answered_as_by_aiohttp_alone(data: st.DataObject) -> None:
+def test_any_requests_in_any_pieces_are_answered_as_by_aiohttp_alone(
+    run: Callable[[Any], Any], data: st.DataObject
+) -> None:
     sent = b"".join(data.draw(st.lists(requests, max_size=5))) + LAST
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=6)))
     pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True) if a < b]
@@ -174,11 +200,12 @@ def test_any_requests_in_any_pieces_are_answered_as_by_aiohttp_alone(data: st.Da
         async with serving() as sides:
             return await ask(sides.ours, pieces), await ask(sides.theirs, [sent])
 
-    ours, theirs = asyncio.run(both())
+    ours, theirs = run(both())
     assert ours == theirs
     assert ours[-1] == (200, described(None, None, b"the last"))
 
 
+@on_both_loops
 async def test_byte_by_byte() -> None:
     sent = post("/echo", b"one") + post("/s/k/echo", b"two", "X-Tag: t") + LAST
     async with serving() as sides:
@@ -194,20 +221,32 @@ async def test_byte_by_byte() -> None:
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (b"POST /echo HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc", 400),
-        (b"POST /echo HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
-        (b"POST /echo HTTP/1.1\r\nContent-Length: +3\r\n\r\nabc", 400),
-        (b"POST /echo HTTP/1.1\r\nX bad: 3\r\n\r\n", 400),
+        (
+            b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc",
+            400,
+        ),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: +3\r\n\r\nabc", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nX bad: 3\r\n\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nHost: i\r\nContent-Length: 3\r\n\r\nabc", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\nabc\r\n\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\n" + b"X: 1\r\n" * 200 + b"Content-Length: 0\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"nonsense\n", 400),
+        (b"GET /echo HTTP/1.1\nHost: h\n\n", 400),
         (b"nonsense\r\n\r\n", 400),
-        (b"POST /echo HTTP/1.1\r\nX-Long: " + b"x" * 20_000 + b"\r\n\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n", 400),
     ],
     ids=lambda v: v[:60].decode("latin-1") if isinstance(v, bytes) else str(v),
 )
+@on_both_loops
 async def test_what_is_broken_is_refused_once_and_nothing_after_it_is_done(sent: bytes, status: int) -> None:
     async with serving() as sides:
-        answers = await ask(sides.ours, [sent + post("/echo", b"smuggled")])
-        assert answers == await ask(sides.theirs, [sent + post("/echo", b"smuggled")])
-    assert [s for s, _ in answers] == [status]
+        for after in (b"", post("/echo", b"smuggled")):
+            answers = await ask(sides.ours, [sent + after])
+            assert answers == await ask(sides.theirs, [sent + after])
+            assert [s for s, _ in answers] == [status]
 
 
 @pytest.mark.parametrize(
@@ -218,12 +257,14 @@ async def test_what_is_broken_is_refused_once_and_nothing_after_it_is_done(sent:
     ],
     ids=["as it is", "unpacked"],
 )
+@on_both_loops
 async def test_what_is_too_large_is_refused(sent: bytes) -> None:
     async with serving() as sides:
         answers = await ask(sides.ours, [sent])
     assert [s for s, _ in answers] == [413]
 
 
+@on_both_loops
 async def test_who_waits_for_100_continue_is_told_to() -> None:
     head = post("/echo", b"x" * 100, "Expect: 100-continue", "Connection: close")[:-100]
     async with serving() as sides, asyncio.timeout(10):
@@ -235,12 +276,14 @@ async def test_who_waits_for_100_continue_is_told_to() -> None:
         writer.close()
 
 
+@on_both_loops
 async def test_http_1_0_gets_an_answer_and_the_end() -> None:
     async with serving() as sides:
         old = b"POST /echo HTTP/1.0\r\nContent-Length: 2\r\n\r\nhi"
         assert await ask(sides.ours, [old]) == [(200, described(None, None, b"hi"))]
 
 
+@on_both_loops
 async def test_a_client_that_does_not_read_is_waited_for_and_then_gets_all() -> None:
     written = 0
     chunk = b"x" * 2**16
@@ -268,6 +311,7 @@ async def test_a_client_that_does_not_read_is_waited_for_and_then_gets_all() -> 
         writer.close()
 
 
+@on_both_loops
 async def test_who_leaves_while_it_is_waited_for_ends_the_work() -> None:
     ended = asyncio.Event()
 
@@ -286,9 +330,10 @@ async def test_who_leaves_while_it_is_waited_for_ends_the_work() -> None:
         writer.transport.abort()
         await ended.wait()
         await asyncio.sleep(0)
-        assert not sides.open
+        assert not sides.connections.open
 
 
+@on_both_loops
 async def test_what_a_client_sends_ahead_is_not_all_taken_in() -> None:
     go = asyncio.Event()
 
@@ -305,7 +350,7 @@ async def test_what_a_client_sends_ahead_is_not_all_taken_in() -> None:
             await asyncio.sleep(0.2)
             if size == writer.transport.get_write_buffer_size():  # type: ignore[attr-defined]
                 break
-        (ours,) = sides.open
+        (ours,) = sides.connections.open
         assert ours._size < connection.READ_AHEAD + 2**20 < len(ahead)
         go.set()
         answers = Answers()
@@ -317,6 +362,7 @@ async def test_what_a_client_sends_ahead_is_not_all_taken_in() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /echo HT", post("/echo", b"abc")[:-1]])
+@on_both_loops
 async def test_a_client_that_says_nothing_more_is_let_go(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,17 +374,19 @@ async def test_a_client_that_says_nothing_more_is_let_go(
         writer.close()
 
 
+@on_both_loops
 async def test_a_slow_answer_is_not_silence_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "IDLE_S", 0.1)
+    monkeypatch.setattr(connection, "IDLE_S", 0.5)
 
     async def slow(request: Request) -> None:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)
         await request.answer(200, {}, b"slow")
 
     async with serving(slow=slow) as sides:
         assert await ask(sides.ours, [post("/slow", b"", "Connection: close")]) == [(200, b"slow")]
 
 
+@on_both_loops
 async def test_an_answer_that_breaks_off_ends_the_connection() -> None:
     async def broken(request: Request) -> None:
         await request.stream({}).write(b"half")
@@ -354,6 +402,7 @@ async def test_an_answer_that_breaks_off_ends_the_connection() -> None:
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nb", "a\rb"])
+@on_both_loops
 async def test_no_header_can_begin_another(value: str) -> None:
     refused: list[Exception] = []
 
@@ -367,3 +416,55 @@ async def test_no_header_can_begin_another(value: str) -> None:
     async with serving(evil=evil) as sides:
         assert await ask(sides.ours, [post("/evil", b"", "Connection: close")]) == [(200, b"refused")]
     assert refused
+
+
+@on_both_loops
+async def test_what_was_not_read_goes_with_the_connection() -> None:
+    """An upload that was broken off: nothing of it is left for the collector of garbage."""
+    async with serving() as sides, asyncio.timeout(10):
+        _, writer = await asyncio.open_connection("127.0.0.1", sides.ours)
+        writer.write(post("/echo", b"x" * LIMIT)[:-1])
+        while not sides.connections.open or not next(iter(sides.connections.open))._size:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        gone = weakref.ref(next(iter(sides.connections.open)))
+        gc.disable()
+        try:
+            writer.transport.abort()
+            while sides.connections.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@on_both_loops
+async def test_no_request_is_answered_after_the_connection_was_broken_off(begun: bool) -> None:
+    asked = []
+
+    async def broken(request: Request) -> None:
+        asked.append("broken")
+        if begun:
+            await request.answer(200, {}, b"")
+        raise RuntimeError("a fault of ours")
+
+    async def after(request: Request) -> None:
+        asked.append("after")
+
+    async with serving(broken=broken, after=after) as sides:
+        with contextlib.suppress(ConnectionResetError):
+            await ask(sides.ours, [post("/broken", b"") + post("/after", b"")])
+        await asyncio.sleep(0.05)
+    assert asked == ["broken"]
+
+
+@on_both_loops
+async def test_a_server_that_stops_takes_no_new_connection() -> None:
+    async with serving() as sides, asyncio.timeout(10):
+        sides.connections.stopping = True
+        reader, writer = await asyncio.open_connection("127.0.0.1", sides.ours)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert not sides.connections.open

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from gateway_support import Reply, Served, tool_call
 
+from areal_agent.errors import EngineError
+
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS},
@@ -47,14 +49,14 @@ def ours(found: list[Any]) -> Counter[str]:
     return out
 
 
-async def turn(served: Served, key: str, path: str, body: dict[str, Any]) -> None:
+async def turn(served: Served, key: str, path: str, body: dict[str, Any], status: bytes = b"200") -> None:
     """Over a connection of its own, and with no client's library: theirs leave circles."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(raw)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
     writer.write(head.encode() + raw)
-    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-    end = b"0\r\n\r\n" if body.get("stream") else b"}"
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 " + status)
+    end = b"0\r\n\r\n" if body.get("stream") and status == b"200" else b"}"
     await reader.readuntil(end)
     writer.close()
     await asyncio.sleep(0.05)
@@ -80,6 +82,35 @@ async def test_nor_does_a_session_that_is_sealed(served: Served, garbage: list[A
         for _ in range(2):
             await turn(served, session["api_key"], "/v1/messages", ASKED["/v1/messages"])
         await served.seal(session, reward=1.0)
+
+    await lived()
+    gc.freeze()
+    garbage.clear()
+    await lived()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert not ours(garbage)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("chunk", [1, 100], ids=["late", "at once"])
+async def test_nor_does_one_that_fails(served: Served, stream: bool, chunk: int, garbage: list[Any]) -> None:
+    """It is kept, with its error, for a client that asks again; of what was worked with nothing is."""
+    text = "so " * 20 if chunk == 1 else ""
+    served.fleet.rule = lambda _: Reply(
+        text, chunk=chunk, delay_s=0.005, error=EngineError("it broke"), finish=None
+    )
+    status = b"200" if stream and text else b"503"
+
+    async def lived() -> None:
+        session = await served.open()
+        for path, body in ASKED.items():
+            await turn(served, session["api_key"], path, body | {"stream": stream}, status)
+        (kept,) = [s for s in served.gateway.sessions.running() if s.id == session["session_id"]]
+        for exchanges in kept.exchanges.values():
+            assert exchanges[0].error is not None
+            assert exchanges[0].error.__traceback__ is None
+        await served.seal(session)
 
     await lived()
     gc.freeze()

@@ -77,9 +77,6 @@ FIELDS: dict[str, Field] = {
     "user": Field(_T.IGNORED, _SERVICE),
 }
 
-IDS = "ids"
-"""Note of a request: `return_token_ids`."""
-
 
 class Completions:
     name = "completions"
@@ -115,7 +112,7 @@ class Completions:
             top_logprobs=int(logprobs or 0),
             ignored=ignored,
             labels=labels(body.get("metadata")),
-            notes={IDS: flag(body, "return_token_ids")},
+            token_ids=flag(body, "return_token_ids"),
         )
 
     def reply(self, served: Served, request: CallRequest, exchange: Exchange) -> bytes:
@@ -200,7 +197,7 @@ def _choice(
     finish_reason: str | None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    ids = {"token_ids": [t.token for t in told]} if request.notes.get(IDS) else {}
+    ids = {"token_ids": [t.token for t in told]} if request.token_ids else {}
     logprobs = _logprobs(served, told, offset) if request.logprobs else None
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
 
