@@ -6,13 +6,14 @@ import asyncio
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from gateway_support import Reply, Served, tool_call
+from gateway_support import Reply, Served, eventually, tool_call
 
 from areal_agent.errors import EngineError
+from areal_gateway import exchange
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 ASKED: dict[str, dict[str, Any]] = {
@@ -62,18 +63,24 @@ async def turn(served: Served, key: str, path: str, body: dict[str, Any], status
     await asyncio.sleep(0.05)
 
 
+async def again(lived: Callable[[], Awaitable[None]], garbage: list[Any]) -> None:
+    """Assert that it leaves nothing, but for what it makes the first time."""
+    await lived()
+    gc.freeze()  # whatever was there, of other tests as well, is not looked at
+    garbage.clear()
+    for _ in range(3):
+        await lived()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert not ours(garbage)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_call_leaves_no_garbage(served: Served, path: str, stream: bool, garbage: list[Any]) -> None:
     served.fleet.rule = lambda _: Reply("so " * 20 + tool_call(), chunk=3)
     session = await served.open()
-    await turn(served, session["api_key"], path, ASKED[path] | {"stream": stream})  # what is made once
-    gc.freeze()  # whatever was there, of other tests as well, is not looked at
-    garbage.clear()
-    for _ in range(3):
-        await turn(served, session["api_key"], path, ASKED[path] | {"stream": stream})
-    gc.collect()
-    assert not ours(garbage)
+    await again(lambda: turn(served, session["api_key"], path, ASKED[path] | {"stream": stream}), garbage)
 
 
 async def test_nor_does_a_session_that_is_sealed(served: Served, garbage: list[Any]) -> None:
@@ -83,13 +90,7 @@ async def test_nor_does_a_session_that_is_sealed(served: Served, garbage: list[A
             await turn(served, session["api_key"], "/v1/messages", ASKED["/v1/messages"])
         await served.seal(session, reward=1.0)
 
-    await lived()
-    gc.freeze()
-    garbage.clear()
-    await lived()
-    await asyncio.sleep(0.05)
-    gc.collect()
-    assert not ours(garbage)
+    await again(lived, garbage)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -112,10 +113,45 @@ async def test_nor_does_one_that_fails(served: Served, stream: bool, chunk: int,
             assert exchanges[0].error.__traceback__ is None
         await served.seal(session)
 
-    await lived()
-    gc.freeze()
-    garbage.clear()
-    await lived()
-    await asyncio.sleep(0.05)
-    gc.collect()
-    assert not ours(garbage)
+    await again(lived, garbage)
+
+
+@pytest.mark.parametrize("patient", [False, True], ids=["for good", "to come again"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_nor_does_one_whose_client_leaves(
+    served: Served, stream: bool, patient: bool, garbage: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that fails while its client is away, so that nobody is told."""
+    monkeypatch.setattr(exchange, "RETRY_GRACE_S", 0.3)
+    served.fleet.rule = lambda _: Reply(
+        "", delay_s=0.1, error=EngineError("it broke"), finish=None, gate=Late()
+    )
+
+    async def lived() -> None:
+        session = await served.open()
+        body = json.dumps(ASKED["/v1/messages"] | {"stream": stream}).encode()
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: here\r\nx-api-key: {session['api_key']}\r\n"
+        head += "x-stainless-retry-count: 0\r\n" if patient else ""
+        _, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+        asked = len(served.fleet.asked)
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        await eventually(lambda: len(served.fleet.asked) > asked)
+        writer.close()
+        (left,) = [s for s in served.gateway.sessions.running() if s.id == session["session_id"]]
+        await eventually(lambda: not left.running)
+        ((ended,),) = left.exchanges.values()
+        assert ended.error is not None
+        assert (ended.error.code, ended.error.__traceback__) == (
+            "engine_error" if patient else "client_left",
+            None,
+        )
+        await served.seal(session)
+
+    await again(lived, garbage)
+
+
+class Late(asyncio.Event):
+    """A gate that opens by itself."""
+
+    async def wait(self) -> Any:
+        await asyncio.sleep(0.1)
