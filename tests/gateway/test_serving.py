@@ -66,3 +66,37 @@ async def test_an_idle_connection_can_be_used_again_and_for_anything(served: Ser
                 await reader.readexactly(length)
         writer.close()
     assert len(served.fleet.asked) == 2
+
+
+async def test_a_gateway_that_stops_starts_no_call(served: Served) -> None:
+    """One that was being prepared when the others were told is told as well."""
+    session = await served.open()
+    served.gateway.stop_calls()
+    status, _, body = await served.post(session, {"messages": [{"role": "user", "content": "hi"}]})
+    assert (status, body["error"]["code"]) == (503, "stopping")
+    assert served.fleet.asked == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("aiohttps", [False, True], ids=["ours", "aiohttp's"])
+async def test_what_fails_after_an_answer_answers_no_second_time(
+    served: Served, stream: bool, aiohttps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(served.gateway.sessions, "delivered", broken)
+    session = await served.open()
+    request = sent(served, session["api_key"], stream)
+    if aiohttps:
+        head, _, body = request.partition(b"\r\n\r\n")
+        head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+        request = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+        writer.write(request)
+        said = await reader.read()  # to the connection's end
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 200 OK")
+    assert said.count(b"HTTP/1.1") == 1
+    assert (b"aiohttp" in said) == aiohttps
