@@ -16,9 +16,9 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import GatewayError
-from areal_gateway import auth, connection
+from areal_gateway import auth
 from areal_gateway.ahead import Ahead
-from areal_gateway.connection import Incoming, readable
+from areal_gateway.connection import Handle
 from areal_gateway.core import Gateway
 from areal_gateway.dialects import COUNTERS, DIALECTS, Counter, Dialect, Served
 from areal_gateway.exchange import CallRequest, Exchange
@@ -36,8 +36,10 @@ from areal_gateway.http import (
     send,
     streaming,
     tell,
+    told_of,
 )
 from areal_gateway.online import Online, goes_on
+from areal_gateway.plain import Incoming, readable
 from areal_gateway.prepare import settle
 from areal_gateway.sessions import Session
 from areal_gateway.wishes import Wishes
@@ -77,7 +79,7 @@ def routes(app: web.Application) -> None:
         app.router.add_get(prefix + "/v1/models/{model:.+}", named)
 
 
-def plain_routes(gateway: Gateway) -> dict[str, connection.Handle]:
+def plain_routes(gateway: Gateway) -> dict[str, Handle]:
     """What needs none of aiohttp, by method and path."""
     return {route: plain(gateway, *handled) for route, handled in _table().items()}
 
@@ -219,14 +221,7 @@ async def stream(
     except Exception as e:
         if not response.prepared:
             raise
-        if isinstance(e, GatewayError):
-            e.__traceback__ = None  # see Exchange.end
-        else:
-            log.exception("session %s: the stream of a reply failed", session.id)
-            e = GatewayError(
-                "the gateway failed on this request; its log says why", status=500, code="internal"
-            )
-        await response.write(encoder.failed(e))
+        await response.write(encoder.failed(told_of(request, e)))
         await response.write_eof()
         return response
     if not response.prepared:

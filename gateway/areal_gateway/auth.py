@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 
-from areal_gateway.connection import Incoming
+from areal_gateway.plain import Incoming
 
 SESSION_PREFIX = "sk-areal-"
 KEY_BYTES = 24

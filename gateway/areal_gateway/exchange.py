@@ -208,7 +208,7 @@ class Exchange:
         self._waiting.append(changed)
         if within_s is None:
             return await changed
-        late = loop.call_later(within_s, _settle, changed, False)  # a third of what asyncio.timeout costs
+        late = loop.call_later(within_s, _settle, changed, False)  # a fifth of what asyncio.timeout costs
         try:
             return await changed
         finally:

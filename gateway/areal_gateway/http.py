@@ -11,10 +11,10 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import GatewayError
-from areal_gateway import connection
-from areal_gateway.connection import Incoming
+from areal_gateway.connection import Handle
 from areal_gateway.core import GATEWAY, Gateway
 from areal_gateway.ledger import LedgerError
+from areal_gateway.plain import Incoming, Request, Stream
 from areal_gateway.turns import turns
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ async def read_json(request: Incoming) -> Any:
 
 def route_of(request: Incoming) -> str:
     """The path as it was declared; the path as it was asked for may hold a key."""
-    if isinstance(request, connection.Request):
+    if isinstance(request, Request):
         return request.route
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "(unknown path)"
@@ -82,7 +82,7 @@ async def not_found(_: Gateway, request: web.Request) -> web.StreamResponse:
 
 async def send(request: Incoming, headers: dict[str, str], body: bytes) -> web.Response | None:
     """A whole answer, to the last byte; then what aiohttp wants to be given back."""
-    if isinstance(request, connection.Request):
+    if isinstance(request, Request):
         await request.answer(200, headers, body)
         return None
     response = web.Response(headers=headers, body=body)
@@ -96,12 +96,12 @@ async def tell(request: Incoming, value: Any) -> web.Response | None:
     return await send(request, {"Content-Type": JSON}, orjson.dumps(value))
 
 
-Streaming = web.StreamResponse | connection.Stream
+Streaming = web.StreamResponse | Stream
 
 
 def streaming(request: Incoming, headers: dict[str, str]) -> Any:
     """An answer that is told as it comes, one of Streaming."""
-    if isinstance(request, connection.Request):
+    if isinstance(request, Request):
         return request.stream(headers)
     return web.StreamResponse(headers=headers)
 
@@ -137,10 +137,10 @@ def guarded(
 
 def plain(
     gateway: Gateway, handler: Callable[[Gateway, Incoming], Awaitable[object]], error_body: ErrorBody
-) -> connection.Handle:
+) -> Handle:
     """The same for a plain call, which is answered on its own connection."""
 
-    async def handle(request: connection.Request) -> None:
+    async def handle(request: Request) -> None:
         try:
             await handler(gateway, request)
         except Exception as e:
@@ -155,6 +155,20 @@ def refusal(gateway: Gateway, request: Incoming, failure: Exception, error_body:
     """What a client is told of a failed request. Raises the failure where there is nobody to tell."""
     if isinstance(failure, ConnectionResetError):  # the client left while it was being answered
         raise failure
+    error = told_of(request, failure)
+    gateway.metrics.refused.labels(error.code or "error").inc()
+    status = error.status or 500
+    headers = {"Content-Type": JSON}
+    if status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if 400 <= status < 500 and status not in PASSING:
+        # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
+        headers["x-should-retry"] = "false"
+    return Refusal(status, headers, error_body(error))
+
+
+def told_of(request: Incoming, failure: Exception) -> GatewayError:
+    """The failure in words for a client; what is not meant for one is logged."""
     if isinstance(failure, GatewayError):
         error = failure
     elif isinstance(failure, LedgerError):
@@ -166,12 +180,4 @@ def refusal(gateway: Gateway, request: Incoming, failure: Exception, error_body:
             "the gateway failed on this request; its log says why", status=500, code="internal"
         )
     failure.__traceback__ = None  # it may be kept, see Exchange.end
-    gateway.metrics.refused.labels(error.code or "error").inc()
-    status = error.status or 500
-    headers = {"Content-Type": JSON}
-    if status == 503:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    if 400 <= status < 500 and status not in PASSING:
-        # SDKs retry a 409 of their own accord; OpenAI's and Anthropic's heed this header.
-        headers["x-should-retry"] = "false"
-    return Refusal(status, headers, error_body(error))
+    return error

@@ -22,10 +22,10 @@ from uuid import uuid4
 from areal_agent.config import RunConfig
 from areal_agent.errors import GatewayError
 from areal_gateway import canonical
-from areal_gateway.connection import Incoming, readable
 from areal_gateway.exchange import CallRequest, exchange_id_of
 from areal_gateway.feedback import give
 from areal_gateway.ledger import Ledger
+from areal_gateway.plain import Incoming, readable
 from areal_gateway.records import Outcome, Sampling, SessionRecord
 from areal_gateway.sessions import Session, Sessions
 

@@ -149,7 +149,7 @@ class CallTree:
 
     def _chain(self, messages: list[dict[str, Any]]) -> list[bytes]:
         """As `canonical.chain`. Most requests are the last one with a few messages more: to see that by the bytes of
-        its JSON takes a fifth of reducing and hashing message by message."""
+        its JSON takes a quarter to a third of reducing and hashing message by message."""
         n, size, digest, keys = self._chained
         whole = orjson.dumps(messages)  # "[", messages with commas between them, "]"
         said = hashlib.sha256(whole[:size])

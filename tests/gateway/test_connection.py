@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_gateway import connection
-from areal_gateway.connection import Connection, Connections, Request
+from areal_gateway.connection import Connection, Connections
+from areal_gateway.plain import Request
 
 LIMIT = 2000
 Answer = tuple[int, bytes]
@@ -379,7 +380,7 @@ async def test_a_slow_answer_is_not_silence_of_the_client(monkeypatch: pytest.Mo
     monkeypatch.setattr(connection, "IDLE_S", 0.5)
 
     async def slow(request: Request) -> None:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5)  # three times as long as a client may be silent
         await request.answer(200, {}, b"slow")
 
     async with serving(slow=slow) as sides:

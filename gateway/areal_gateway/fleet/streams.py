@@ -266,7 +266,7 @@ class Streams:
 
 
 class Posted:
-    """A request: its reply while inside. A class, which costs half of what a generator made into one does."""
+    """A request: its reply while inside. A class, which costs a quarter of what a generator made into one does."""
 
     __slots__ = ("_reply", "_request", "_streams", "_timeout_s")
 
