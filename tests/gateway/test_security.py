@@ -15,6 +15,7 @@ from gateway_support import ADMIN_KEY, PROJECT_KEY, Served, make_app
 
 from areal_agent.config import GatewayConfig
 from areal_agent.errors import ConfigError
+from areal_gateway.admin import is_ids
 from areal_gateway.server import bind
 from areal_gateway.tokens import Tokens
 
@@ -188,3 +189,20 @@ async def test_a_header_of_any_bytes_is_written_down(
     if settings or header != "x-areal-session":  # a session's key says which session it is
         assert told[header] == "a\\xffb"
     await served.stop()
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ([0, 2**31 - 1], True),
+        ([2**31], False),
+        ([-1], False),
+        ([True], False),
+        ([1.0], False),
+        ([], False),
+        ("1", False),
+    ],
+)
+def test_a_probe_takes_only_what_can_be_a_token_id(value: Any, good: bool) -> None:
+    """Engines are asked in 32 bits."""
+    assert is_ids(value) is good

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 
-from areal_gateway.turns import A_PASS, PASS_S, Turns
+from areal_gateway.turns import A_PASS, PASS_S, Turns, turns
 
 
 def compute(seconds: float) -> None:
@@ -118,3 +118,12 @@ async def test_one_who_leaves_when_it_is_his_turn_blocks_nobody() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(3):
         await asyncio.wait_for(turns.turn(), 5)
+
+
+async def test_all_on_one_loop_share_its_turns() -> None:
+    assert turns() is turns()
+    assert await asyncio.to_thread(asyncio.run, _turns()) is not turns()
+
+
+async def _turns() -> Turns:
+    return turns()
